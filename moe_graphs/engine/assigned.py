@@ -144,9 +144,8 @@ class Assigned:
                 if key in known.get(id(holder), ()):
                     continue
                 is_input = any(address(each) in read for each in tensor_leaves(old))
-                is_read = not isinstance(key, str) or key in loaded
+                is_read = not is_counter and (not isinstance(key, str) or key in loaded)
                 name = f"{container.name}.{key}".lstrip(".")
-                is_read = is_read and not is_counter
                 new.append((Place(holder, key, name, is_input, is_read, is_counter), old))
         for place, old in new:
             place.write(old)

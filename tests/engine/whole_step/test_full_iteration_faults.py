@@ -22,8 +22,9 @@ training then goes on eagerly as if no capture had been tried.
 | replace a parameter, ``p.data = ...``                    | mismatch                         |
 | an optimizer that reads values on the host               | refused by name                  |
 | an optimizer that FullIteration was not told of          | refused by name                  |
-| ``.item()``, a tensor from outside                       | refused, with the line           |
-| count in Python, step the scheduler within the step      | refused                          |
+| ``.item()``                                              | refused, with the line           |
+| step the scheduler within the step                       | refused                          |
+| read a tensor from outside, count in Python              | right                            |
 | validation between capture and replay                    | right                            |
 | a loss of an earlier eager step is still held            | right                            |
 | run out of memory, raise in the capture                  | refused                          |
@@ -111,6 +112,42 @@ def test_accumulating_over_calls_by_an_eager_call(device):
     assert report.eager_calls == {"warmup": 3, "gradients_left": 1}
 
 
+# ---- what is served
+
+
+def read_outside(toy):
+    outside = torch.full((), 0.5, device=toy.device)
+    toy.inside = lambda loss: loss * outside
+
+
+def count_on_the_model(toy):
+    toy.model.count = 0
+
+    def inside(loss):
+        toy.model.count += 1
+        return loss
+
+    toy.inside = inside
+
+
+@pytest.mark.parametrize("make", [read_outside, count_on_the_model])
+def test_a_tensor_from_outside_and_a_counter_are_right(device, make):
+    def run(graphed):
+        toy = Toy(device)
+        make(toy)
+        step = toy.graph() if graphed else toy.owning_step
+        losses = [torch.stack(step(toy.batch())["losses"]).detach() for _ in range(6)]
+        return toy, step, losses
+
+    eager, _, expected = run(False)
+    toy, step, found = run(True)
+    assert all(map(torch.equal, found, expected))
+    toy.trace().assert_equal(eager.trace())
+    assert getattr(toy.model, "count", None) == getattr(eager.model, "count", None)
+    assert step.report().matched == 3
+    assert step.report().eager_calls == {"warmup": 3}
+
+
 # ---- what cannot be captured
 
 
@@ -119,28 +156,11 @@ def read_value(loss):
     return loss
 
 
-OUTSIDE: dict[str, torch.Tensor] = {}
-
-
-def read_outside(loss):
-    return loss + OUTSIDE[loss.device.type]
-
-
 def unknown_optimizer(toy):
     other = torch.optim.SGD(toy.model.parameters(), lr=0.1)
 
     def inside(loss):
         other.step()
-        return loss
-
-    toy.inside = inside
-
-
-def count_on_the_model(toy):
-    toy.model.count = 0
-
-    def inside(loss):
-        toy.model.count += 1
         return loss
 
     toy.inside = inside
@@ -182,7 +202,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_refused_capture_leaves_no_trace(device, reason):
-    OUTSIDE[device] = torch.ones((), device=device)
     make, message = REFUSED[reason]
     toy = Toy(device)
     step = toy.graph(on_capture_error="error")
@@ -190,13 +209,11 @@ def test_a_refused_capture_leaves_no_trace(device, reason):
         step(toy.batch())
     make(toy)
     batch, before = toy.batch(), toy.trace()
-    random_count = getattr(toy.model, "count", None)
     with pytest.raises(CaptureError, match=message) as caught:
         step(batch)
     assert "capture of the step failed" in str(caught.value)
     assert "it runs eagerly now" in str(caught.value)
     toy.trace().assert_equal(before)
-    assert getattr(toy.model, "count", None) == random_count
     toy.inside = lambda loss: loss
     step(batch)
     report = step.report()
