@@ -62,7 +62,7 @@ def test_the_commands_run_as_they_stand(tmp_path, monkeypatch, capsys):
     _, loop, whole, trainer, _, continued, again = said
     assert "matched 34, eager {'warmup': 6}" in TUTORIAL
     assert "matched 34, eager {'warmup': 6}" in loop
-    assert "replayed 17, eager {'warmup': 3}" in whole
+    assert "matched 17, eager {'warmup': 3}" in whole
     assert "model.layers.*" in trainer
     assert "held" in continued
     assert "matched 34" in again

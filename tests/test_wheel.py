@@ -24,7 +24,7 @@ pytest.importorskip("hatchling")
 # What others import: not the engine's modules, the command's, or each kernel by itself.
 INTERNAL = ("moe_graphs.engine.", "moe_graphs.lm.", "moe_graphs.bench.", "moe_graphs.kernels.")
 PUBLIC = [name for name in map(module_name, FILES) if not name.startswith(INTERNAL)]
-# The file of each module, and how many calls were replayed.
+# The file of each module, and how many calls matched their capture.
 USE = """
 import importlib, json, sys
 import torch
@@ -46,7 +46,7 @@ def trained(graphed):
 (report, graphed), (_, eager) = trained(True), trained(False)
 assert all(map(torch.equal, graphed, eager))
 files = [importlib.import_module(name).__file__ for name in sys.argv[1:]]
-print(json.dumps([files, report.replayed]))
+print(json.dumps([files, report.matched]))
 """
 
 
@@ -135,7 +135,7 @@ def test_its_command_runs(clean, tmp_path):
 @pytest.mark.long
 def test_it_is_imported_captures_and_replays(clean, tmp_path):
     said = run(clean / "python", "-W", "ignore", "-c", USE, *PUBLIC, cwd=tmp_path)
-    files, replayed = json.loads(said)
+    files, matched = json.loads(said)
     assert len(files) == len(PUBLIC)
     assert {Path(file).is_relative_to(clean.parent) for file in files} == {True}
-    assert replayed == 3
+    assert matched == 3

@@ -38,6 +38,11 @@ def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
+def history_before(outputs: Sequence[Tensor], first: int) -> Node | None:
+    """A node that the outputs depend on and that is older than the sequence number ``first``."""
+    return next((node for node in nodes_behind(outputs) if node._sequence_nr() < first), None)
+
+
 class LeafUses:
     """The places where a graph uses its leaves; each has an addend of its own.
 

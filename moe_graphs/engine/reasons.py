@@ -276,3 +276,22 @@ def reason_for(word: str) -> Reason:
     if word.startswith("output_"):
         return Reason(f"the call asks for {word}", "nothing to do", None)
     return EAGER_CALLS.get(word, Reason(f"the call was not replayed ({word})", "see the log"))
+
+
+# Part of the place that a message names -> what to do if its code is somebody else's.
+_REMEDIES = {
+    "transformers/cache_utils.py": "pass use_cache=False to the model",
+    "transformers/masking_utils.py": (
+        "it looks for padding in the batch, which moe_graphs.integrations.transformers."
+        "accelerate_model(model, whole_steps=True) spares it"
+    ),
+}
+
+
+def remedy_at(place: str) -> str:
+    """The remedy for code of another library, to be added to a message; may be empty.
+
+    Args:
+        place: a text with the file of the code.
+    """
+    return next((f": {remedy}" for file, remedy in _REMEDIES.items() if file in place), "")

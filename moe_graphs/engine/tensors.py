@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from moe_graphs.engine.reasons import EAGER_CALLS
+from moe_graphs.engine.reasons import EAGER_CALLS, remedy_at
 from moe_graphs.errors import GraphError
 
 # ---- plain Python values: the same bit for bit, not merely equal
@@ -215,9 +215,13 @@ class ConstantSpec:
             return None
         message = (
             f"input {self.name!r}: captured the constant {self.value!r}, got {value!r}: "
-            f"{EAGER_CALLS['constant'].remedy}"
+            f"{EAGER_CALLS['constant'].remedy}{remedy_at(_file_of_class(value))}"
         )
         return Mismatch("constant", message)
+
+
+def _file_of_class(value: Any) -> str:
+    return type(value).__module__.replace(".", "/") + ".py"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
+from moe_graphs.engine.reasons import remedy_at
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tracing import Trace, source_line
 from moe_graphs.errors import CaptureError
@@ -105,15 +106,6 @@ def _on_this_thread() -> contextlib.AbstractContextManager[None]:
 
 # ---- errors of captures, with what was captured and the line that they come from
 
-# Part of the line that an error names -> what to do if that line is somebody else's code.
-_REMEDIES = {
-    "transformers/cache_utils.py": "pass use_cache=False to the model",
-    "transformers/masking_utils.py": (
-        "it looks for padding in the batch, which moe_graphs.integrations.transformers."
-        "accelerate_model(model, whole_steps=True) spares it"
-    ),
-}
-
 
 @contextlib.contextmanager
 def explaining_errors(what: str, backend: Backend, *, then: str) -> Iterator[None]:
@@ -122,7 +114,7 @@ def explaining_errors(what: str, backend: Backend, *, then: str) -> Iterator[Non
         yield
     except CaptureError as error:
         _drop_leaked_hooks(error)
-        raise CaptureError(f"{what} failed: {error}{_remedy(str(error))}; {then}") from error
+        raise CaptureError(f"{what} failed: {error}{remedy_at(str(error))}; {then}") from error
     except Exception as error:
         line = source_line(traceback.extract_tb(error.__traceback__))
         _drop_leaked_hooks(error)
@@ -134,7 +126,7 @@ def explaining_errors(what: str, backend: Backend, *, then: str) -> Iterator[Non
             ) from None
         raise CaptureError(
             f"{what} failed with {type(error).__name__}{backend.memory_note(error)}: {error}; at "
-            f"{line}{_remedy(line)}; {then}"
+            f"{line}{remedy_at(line)}; {then}"
         ) from error
 
 
@@ -144,10 +136,6 @@ def explaining_errors_of(
     """Turns errors in a scope's forward or backward (``direction``) into a ``CaptureError``."""
     what = f"scope {scope!r}: capture of its {direction}"
     return explaining_errors(what, backend, then="the model is eager again")
-
-
-def _remedy(text: str) -> str:
-    return next((f": {remedy}" for place, remedy in _REMEDIES.items() if place in text), "")
 
 
 def _drop_leaked_hooks(error: BaseException) -> None:

@@ -168,6 +168,62 @@ def test_a_capture_ahead_of_time_leaves_attributes_as_they_were(device):
     graphs.release()
 
 
+class Recurrent(nn.Module):
+    """A layer whose state goes on from call to call, with its history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = torch.tanh(self.l(x) + self.state)
+        return self.state.square()
+
+
+def recurrent_step(model: nn.Sequential, x: Tensor) -> Tensor:
+    model[0].state = torch.zeros(2, WIDTH, device=x.device)
+    loss = sum(model(part).mean() for part in x.split(2))
+    loss.backward()
+    return loss.detach()
+
+
+@on_devices
+@pytest.mark.parametrize("engine", ["scopes", "scopes ahead of time", "whole step"])
+def test_a_state_with_its_history_goes_on_through_the_calls_of_a_step(device, engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(Recurrent()).to(device)
+    eager = copy.deepcopy(model)
+    config = GraphConfig("*", warmup_steps=2, on_capture_error="error")
+    graphs = own = None
+    if engine == "whole step":
+        own = FullIteration(lambda x: recurrent_step(model, x), model=model)
+    else:
+        graphs = moe_graphs.graph(model, config)
+    if engine == "scopes ahead of time":
+        graphs.capture(lambda: recurrent_step(model, torch.ones(4, WIDTH, device=device)))
+
+    def step(x: Tensor) -> Tensor:
+        if own is not None:
+            return own(x)
+        with graphs.step():
+            return recurrent_step(model, x)
+
+    found, expected = [], []
+    for trace, run, trained in (
+        (found, step, model),
+        (expected, lambda x: recurrent_step(eager, x), eager),
+    ):
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(STEPS):
+            x = torch.randn(4, WIDTH, generator=generator).to(device)
+            trace.append(run(x))
+            trace += [each.grad.clone() for each in trained.parameters()]
+            trained.zero_grad()
+    check_same(found, expected)
+    report = (own or graphs).report()
+    assert report.matched > 0, report.eager_calls
+
+
 _quiet = contextlib.nullcontext()
 
 

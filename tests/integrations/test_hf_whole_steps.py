@@ -108,10 +108,8 @@ def test_without_it_the_error_says_what_to_do():
     with pytest.raises(moe_graphs.CaptureError, match=r"whole_steps=True"):
         for _ in range(4):
             whole(tokens())
-    graphs = moe_graphs.graph(
-        model, moe_graphs.GraphConfig("model.layers.*", on_capture_error="error")
-    )
-    with pytest.raises(moe_graphs.CaptureError, match=r"use_cache=False"):
+    graphs = moe_graphs.graph(model, moe_graphs.GraphConfig("model.layers.*", on_mismatch="error"))
+    with pytest.raises(moe_graphs.GraphError, match=r"use_cache=False"):
         for _ in range(4):
             with graphs.step():
                 step(tokens(), use_cache=True)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.autograd import leaves_behind
+from moe_graphs.engine.autograd import history_before, leaves_behind
 from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.guards import bytecode_names
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -231,13 +232,12 @@ class Trials:
             guards = [self.guards(call, accessed, ())]
             guards[0].check_hooks()
             guards[0].check_keys()
-        forwards: list[Trace] = []
-        backwards: list[Trace] = []
+        forwards, backwards = list[Trace](), list[Trace]()
         tried = 0
         with Snapshot(guards=guards) as before:
             while len(forwards) < runs:
                 tried += 1
-                both, memory, handed = self._forward_and_backward(call, linked)
+                both, memory, handed, older = self._forward_and_backward(call, linked)
                 ran = AccessedNames.together(*(run.accessed for run in both))
                 if before_all is not None and runs == 1 and before_all.changes():
                     runs = 2
@@ -249,6 +249,8 @@ class Trials:
                     guards = [] if accessed is None else [self.guards(call, accessed, ())]
                     forwards, backwards = [], []
                     continue
+                if guards or runs == 1:  # the very first run does not know yet what is an input
+                    _check_history(older)
                 for each in guards:
                     each.check_unchanged()
                 reads = self.guards(call, ran, both[0].trace.read)
@@ -266,8 +268,7 @@ class Trials:
                 if may_settle and any(differing_op(*each) is not None for each in unsettled):
                     forwards.pop(0)
                     backwards.pop(0)
-        _check_same_operations(forwards)
-        _check_same_operations(backwards)
+        _check_same_operations(forwards, backwards)
         if before_all is not None:
             kept = {id(container.holder): held for container, held in before_all.contents}
             call.scope.assigned.put_back(kept)
@@ -371,13 +372,18 @@ class Trials:
 
     def _forward_and_backward(
         self, call: ScopeCall, linked: Sequence[int]
-    ) -> tuple[tuple[TrialRun, TrialRun], CallMemory, set[int]]:
-        """Runs both once; gives also the addresses of the outputs."""
-        meter = self.backend.meter()
+    ) -> tuple[tuple[TrialRun, TrialRun], CallMemory, set[int], Node | None]:
+        """Runs both once; gives also the addresses of the outputs.
+
+        No backward runs, and a node of the caller's graph is given, if the outputs depend on one: a
+        value that an earlier call has left brings its history until it is found to be an input.
+        """
+        meter, first = self.backend.meter(), torch._C._autograd._get_sequence_nr()
         with meter, self._forward(call, with_hooks=True) as (tried, (outputs, leaves)):
             forward, saved = meter.peak(), meter.alive()
             produced = tensor_leaves(outputs)
-            backward = self._backward(call, tried, produced, meter)
+            older = history_before(produced, first)
+            backward = self._backward(call, tried, () if older else produced, meter)
             inputs = {id(tensor): tensor for tensor in tensor_leaves(leaves)}
             of_others = nbytes([leaves[index] for index in linked])
             memory = CallMemory(
@@ -392,7 +398,7 @@ class Trials:
                 weights=nbytes(p for p in leaves_behind(produced) if id(p) not in inputs),
             )
             handed = set(map(address, produced))
-        return (tried.run, backward), memory, handed
+        return (tried.run, backward), memory, handed, older
 
     def _backward(
         self, call: ScopeCall, tried: TriedForward, produced: Sequence[Tensor], meter: Any
@@ -476,6 +482,15 @@ def _run(call: ScopeCall, leaves: Sequence[Any]) -> Any:
         raise CaptureError(f"an input is modified in place, {MODIFIED_INPUT}") from error
 
 
+def _check_history(older: Node | None) -> None:
+    if older is not None:
+        raise CaptureError(
+            f"it uses a tensor of an earlier call with its history ({older.name()}), and a "
+            f"backward of the capture would go through it: pass the tensor as an argument, or "
+            f"detach() it"
+        )
+
+
 def _check_settles(tried: int) -> None:
     if tried == _MOST_RUNS:
         raise CaptureError(
@@ -484,19 +499,20 @@ def _check_settles(tried: int) -> None:
         )
 
 
-def _check_same_operations(runs: Sequence[Trace]) -> None:
-    """Checks that all runs did the same operations.
+def _check_same_operations(*directions: Sequence[Trace]) -> None:
+    """Checks that all runs of each direction did the same operations.
 
     Raises:
         CaptureError: if a run did other operations than the first one.
     """
-    for other in runs[1:]:
-        differing = differing_op(runs[0], other)
-        if differing is not None:
-            raise CaptureError(
-                f"two runs of the same call differ: {differing}: it depends on state that Python "
-                f"keeps (a counter, random, time), and a replay runs no Python"
-            )
+    for runs in directions:
+        for other in runs[1:]:
+            differing = differing_op(runs[0], other)
+            if differing is not None:
+                raise CaptureError(
+                    f"two runs of the same call differ: {differing}: it depends on state that "
+                    f"Python keeps (a counter, random, time), and a replay runs no Python"
+                )
 
 
 def check_dropout_of_cudnn(name: str, module: nn.Module) -> None:
