@@ -1,12 +1,15 @@
-"""LoRA on all 48 layers of Qwen3-30B-A3B on one GPU: tokens per second and memory.
+"""LoRA on Qwen3-MoE models on one GPU: tokens per second and memory.
 
     python benchmarks/lora.py --out benchmarks/results/lora_h200.jsonl
+    python benchmarks/lora.py --rows attention_16k,launch_bound
 
-transformers with PEFT (`grouped_mm`), beside the same model with `accelerate_model`, at two sizes:
-16,384 tokens with gradient checkpointing, and 2,048 tokens without. Weights are random and made on
-the GPU; LoRA of rank 16 is on the projections of attention. Each contender runs in a process of its
-own, since one model fills half of the memory. A contender fails if its losses differ from those of
-transformers by more than `TOLERANCE`.
+transformers with PEFT (`grouped_mm`), beside the same model with `accelerate_model`, eagerly and
+with graphs of layers. Rows: all 48 layers of Qwen3-30B-A3B at 16,384 tokens with gradient
+checkpointing, adapters on attention or on the experts as well; at 2,048 tokens with and without
+checkpointing; and 12 small layers, where launches take the time. Weights are random and made on the
+GPU; LoRA has rank 16. Each contender runs in a process of its own, since one model fills half of
+the memory. A contender fails if its losses differ from those of transformers by more than
+`TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -36,34 +39,74 @@ QWEN3_30B_A3B = dict(
     head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
     num_experts_per_tok=8, vocab_size=151_936, max_position_embeddings=40_960,
 )  # fmt: skip
+LAUNCH_BOUND = QWEN3_30B_A3B | dict(
+    hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=2,
+    head_dim=128, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=4,
+    vocab_size=32_768,
+)  # fmt: skip
 SMALL = QWEN3_30B_A3B | dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     intermediate_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
     vocab_size=128,
 )  # fmt: skip
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and a batch.
+
+    Attributes:
+        runs: contenders, and whether each has gradient checkpointing. The first one is what the
+            others are compared with.
+        on_experts: whether the experts have adapters, too.
+    """
+
+    model: Mapping[str, Any]
+    sequences: int
+    sequence: int
+    runs: Sequence[tuple[str, bool]]
+    on_experts: bool = False
+
+
+_CHECKPOINTED = ((AS_IT_COMES, True), (ACCELERATED, True), (GRAPHS, True))
+SIZES = {
+    "attention_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED),
+    "experts_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED, on_experts=True),
+    "attention_2k": Size(
+        QWEN3_30B_A3B,
+        1,
+        2048,
+        ((AS_IT_COMES, False), (ACCELERATED, False), (GRAPHS, False), *_CHECKPOINTED),
+    ),
+    "launch_bound": Size(LAUNCH_BOUND, 2, 1024, _CHECKPOINTED),
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """One contender at one size. ``smoke``: a model that trains on a CPU in seconds."""
 
+    row: str
     contender: str
-    sequences: int
-    sequence: int
     checkpointing: bool
     smoke: bool = False
 
     @property
+    def size(self) -> Size:
+        size = SIZES[self.row]
+        return replace(size, model=SMALL, sequence=16) if self.smoke else size
+
+    @property
     def tokens(self) -> int:
-        return self.sequences * self.sequence
+        return self.size.sequences * self.size.sequence
 
 
-def cases(smoke: bool) -> Iterator[Case]:
-    length = 16 if smoke else 2048
-    for contender in (AS_IT_COMES, ACCELERATED):
-        yield Case(contender, 8, length, True, smoke)
-    for contender in (AS_IT_COMES, ACCELERATED, GRAPHS):
-        yield Case(contender, 1, length, False, smoke)
+def cases(rows: Sequence[str], smoke: bool) -> Iterator[Case]:
+    for row in rows:
+        for contender, checkpointing in SIZES[row].runs:
+            yield Case(row, contender, checkpointing, smoke)
 
 
 # ---- one contender, in a process of its own
@@ -74,8 +117,8 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = SMALL if case.smoke else QWEN3_30B_A3B
-    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True, experts_implementation="grouped_mm")
+    size = case.size
+    config = Qwen3MoeConfig(**size.model, norm_topk_prob=True, experts_implementation="grouped_mm")
     config.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.set_default_dtype(config.dtype)
     with device:
@@ -85,7 +128,8 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
         r=16,
         lora_alpha=32,
         task_type="CAUSAL_LM",
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_modules=list(ATTENTION),
+        target_parameters=list(EXPERTS) if size.on_experts else None,
     )
     model = get_peft_model(model, lora).train()
     if case.checkpointing:  # as Trainer and TRL set it
@@ -123,7 +167,7 @@ def measure(case: Case) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     losses, seconds = [], []
     for _ in range(WARMUP + MEASURED):
-        shape = (case.sequences, case.sequence)
+        shape = (case.size.sequences, case.size.sequence)
         tokens = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
         _wait(device)
         begin = time.perf_counter()
@@ -137,7 +181,7 @@ def measure(case: Case) -> dict[str, Any]:
         losses.append(loss.item())
     step = statistics.median(seconds[WARMUP:])
     per_second = case.tokens / step
-    flops, peak = per_second * flops_per_token(model, case.sequence), peak_flops(device)
+    flops, peak = per_second * flops_per_token(model, case.size.sequence), peak_flops(device)
     found = {
         "step_ms": 1e3 * step,
         "tokens_per_second": per_second,
@@ -150,7 +194,7 @@ def measure(case: Case) -> dict[str, Any]:
         found["max_allocated_bytes"] = torch.cuda.max_memory_allocated()
     if case.contender == GRAPHS and accelerated is not None:
         report = accelerated.graphs.report()
-        found["graphs"] = {"replayed": report.replayed, "eager_calls": report.eager_calls}
+        found["graphs"] = {"matched": report.matched, "eager_calls": report.eager_calls}
     return found
 
 
@@ -188,6 +232,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="a file of JSON lines to append to")
     parser.add_argument("--commit", help="the commit to stamp, where .git does not say it")
+    parser.add_argument(
+        "--rows",
+        type=lambda given: given.split(","),
+        default=list(SIZES),
+        help=f"what to run, by commas: {', '.join(SIZES)}",
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for a contender")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -195,10 +245,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.one:
         print(json.dumps(measure(Case(**json.loads(options.one)))))
         return 0
+    unknown = set(options.rows) - SIZES.keys()
+    if unknown:
+        parser.error(f"--rows: {', '.join(sorted(unknown))}: known are {', '.join(SIZES)}")
     environment, references, failed = stamp(options.commit), {}, 0
-    for case in cases(options.smoke):
+    for case in cases(options.rows, options.smoke):
         found = in_own_process(case, options.timeout)
-        reference = references.setdefault(case.tokens, found)
+        reference = references.setdefault(case.row, found)
         line = {"benchmark": "lora", "tokens": case.tokens, **asdict(case)}
         line |= compared(found, reference) | {"environment": environment}
         failed += line["error"] is not None
@@ -209,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(failed > 0)
 
 
-SHOWN = ("contender", "tokens", "checkpointing", "tokens_per_second", "speedup", "mfu", "error")
+SHOWN = ("row", "contender", "checkpointing", "tokens_per_second", "speedup", "mfu", "error")
 
 if __name__ == "__main__":
     sys.exit(main())

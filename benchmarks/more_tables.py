@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from contenders import gpu_bound, launch_bound
 from markdown_cells import milliseconds, table, times
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from result_lines import H200, Line, Select, fastest_eager, sources
+from result_lines import Line, Select, fastest_eager, sources
 
 H100 = "NVIDIA H100 80GB HBM3"
 OUR_ADAMW = "full iteration, our AdamW"
@@ -20,7 +21,15 @@ MODELS = {
 UPDATES = {"bfloat16": "bf16", "float32": "fp32"}
 _PARAMETERS = "12 layers of 1024, 32 experts of 512"
 H200_PEAK = 989e12  # dense bf16 FLOP/s of the data sheet
-LORA = {16_384: "with checkpointing", 2_048: "without checkpointing"}
+# Rows of `lora.py`; lines from before rows had names are known by their tokens.
+LORA = {
+    "attention_16k": "adapters on attention",
+    "experts_16k": "adapters on attention and experts",
+    "attention_2k": "adapters on attention",
+    "launch_bound": "12 small layers, adapters on attention",
+}
+LORA_ROW_OF = {16_384: "attention_16k", 2_048: "attention_2k"}
+FULL_SIZE = ("attention_16k", "attention_2k")
 
 
 def accumulated(lines: list[Line]) -> str:
@@ -93,40 +102,50 @@ Row = tuple[str, str, float, float, float]
 def _shown(lines: list[Line], benchmark: str) -> list[Line]:
     """The lines of the table that are of this benchmark."""
     if benchmark == "lora":
-        return [line for runs in _lora_runs(lines).values() for line in runs.values()]
+        runs = _lora_runs(lines)
+        return [line for row in FULL_SIZE for line in runs[row]]
     where, contenders = FULL[benchmark]
     run = Select(benchmark, where, contenders).run(lines)
     before, after = (run[name] for name in contenders)
     return [fastest_eager(lines, before), after]
 
 
-def _lora_runs(lines: list[Line]) -> dict[int, dict[str, Line]]:
-    """Newest line of each contender, by number of tokens."""
-    found: dict[int, dict[str, Line]] = {}
-    for line in sorted(Select("lora", {"smoke": False}).lines(lines), key=lambda line: line.run):
-        if not line.failed and line["environment"]["gpu"] == H200:
-            found.setdefault(line["tokens"], {})[line["contender"]] = line
-    return found
+def _lora_runs(lines: list[Line]) -> dict[str, list[Line]]:
+    """Lines of the newest run of each row, the one of transformers first."""
+    found: dict[str, dict[Any, list[Line]]] = {}
+    for line in Select("lora", {"smoke": False}).lines(lines):
+        if not line.failed:
+            row = line.get("row") or LORA_ROW_OF[line["tokens"]]
+            found.setdefault(row, {}).setdefault(line.run, []).append(line)
+    return {row: found[row][max(found[row])] for row in LORA if row in found}
 
 
 def _lora(lines: list[Line]) -> Iterator[Row]:
-    for tokens, runs in _lora_runs(lines).items():
-        first, *others = runs.values()
+    runs = _lora_runs(lines)
+    for row in FULL_SIZE:
+        first, *others = runs[row]
         best = max(others, key=lambda line: line["tokens_per_second"])
         rate = best["tokens_per_second"]
-        what = f"LoRA, all 48 layers of Qwen3-30B-A3B, {tokens:,} tokens a step, {LORA[tokens]}"
+        what = f"LoRA, all 48 layers of Qwen3-30B-A3B, {first['tokens']:,} tokens a step"
         flops = 1e12 * best["model_tflops"] / rate
-        yield what, f"`{best['contender']}`", first["tokens_per_second"], rate, flops
+        alike = best["checkpointing"] == first["checkpointing"]
+        how = f"`{best['contender']}`{'' if alike else _with_or_without(best)}"
+        yield what + _with_or_without(first), how, first["tokens_per_second"], rate, flops
+
+
+def _with_or_without(line: Line) -> str:
+    return f", {'with' if line['checkpointing'] else 'without'} checkpointing"
 
 
 def lora(lines: list[Line]) -> str:
-    """Every contender at both sizes, with memory."""
+    """Every contender of every row, with memory."""
     rows, used = [], []
-    for tokens, runs in _lora_runs(lines).items():
-        first = next(iter(runs.values()))
-        for name, line in runs.items():
+    for row, run in _lora_runs(lines).items():
+        first = run[0]
+        for line in run:
             rows.append([
-                f"{tokens:,}, {LORA[tokens]}" if line is first else "", f"`{name}`",
+                f"{line['tokens']:,}, {LORA[row]}" if line is first else "",
+                f"`{line['contender']}`{_with_or_without(line)}",
                 f"{line['step_ms']:.0f} ms", f"{line['tokens_per_second']:,.0f}",
                 times(line["tokens_per_second"] / first["tokens_per_second"]),
                 f"{line['max_allocated_bytes'] / 2**30:.1f} GiB",
@@ -134,9 +153,8 @@ def lora(lines: list[Line]) -> str:
             used.append(line)
     header = "tokens a step | contender | step | tokens/s | x | allocated at most"
     note = (
-        "LoRA of rank 16 on the projections of attention, all 48 layers of Qwen3-30B-A3B with "
-        "random weights, bf16, torch's fused AdamW; losses equal to rounding. Checkpointed layers "
-        "run eagerly, so graphs are measured without checkpointing."
+        "LoRA of rank 16, Qwen3-30B-A3B with all of its 48 layers unless a row says other sizes, "
+        "random weights, bf16, torch's fused AdamW; losses equal to rounding."
     )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 

@@ -13,19 +13,26 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.long
-def test_every_contender_leaves_a_line(tmp_path):
+@pytest.mark.parametrize("row", lora.SIZES)
+def test_every_contender_leaves_a_line(row, tmp_path):
     out = tmp_path / "lines.jsonl"
-    assert lora.main(["--smoke", "--out", str(out), "--commit", "c"]) == 0
+    given = ["--smoke", "--rows", row, "--out", str(out), "--commit", "c"]
+    assert lora.main(given) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["contender"], line["tokens"]) for line in lines] == [
-        (lora.AS_IT_COMES, 128),
-        (lora.ACCELERATED, 128),
-        (lora.AS_IT_COMES, 16),
-        (lora.ACCELERATED, 16),
-        (lora.GRAPHS, 16),
-    ]
+    expected = [(row, *run) for run in lora.SIZES[row].runs]
+    assert [(line["row"], line["contender"], line["checkpointing"]) for line in lines] == expected
     assert all(line["error"] is None and line["tokens_per_second"] > 0 for line in lines)
-    assert lines[-1]["graphs"]["replayed"] > 0
+    for line in lines:
+        assert (line["contender"] == lora.GRAPHS) == ("graphs" in line)
+        if "graphs" in line:
+            assert line["graphs"]["matched"] > 0
+            assert line["graphs"]["eager_calls"].keys() == {"warmup"}
+
+
+def test_unknown_rows_are_an_error(capsys):
+    with pytest.raises(SystemExit):
+        lora.main(["--rows", "attention_1m"])
+    assert "attention_1m: known are attention_16k" in capsys.readouterr().err
 
 
 def test_other_losses_are_an_error():
