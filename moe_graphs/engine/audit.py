@@ -95,7 +95,7 @@ class Comparison(Operations):
         self._named = named
         self.difference: str | None = None
 
-    def _add(self, op: tuple, memory: tuple) -> None:
+    def _add(self, op: tuple[Any, ...], memory: tuple[Any, ...]) -> None:
         number, self._number = self._number, self._number + 1
         if self.difference is not None:
             return
@@ -129,7 +129,7 @@ class Comparison(Operations):
             f"{self._origin(a)} and was {self._origin(b)}"
         )
 
-    def _origin(self, origin: tuple) -> str:
+    def _origin(self, origin: tuple[Any, ...]) -> str:
         """An origin for messages."""
         if len(origin) == 1:
             return str(origin[0])
@@ -145,7 +145,7 @@ class Comparison(Operations):
         return f"{name}, from element {where} on, with strides {strides}"
 
 
-def _line(op: tuple, memory: tuple) -> str:
+def _line(op: tuple[Any, ...], memory: tuple[Any, ...]) -> str:
     return f"{shown(op)}\t{memory!r}".replace("\n", " ")
 
 

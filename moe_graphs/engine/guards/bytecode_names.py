@@ -277,7 +277,7 @@ class AccessedNames:
         self.questions: dict[str, Callable[[], Any]] = {}
         self._ran: set[types.CodeType] = set()
         self.of_contexts: dict[str, Any] = {}
-        self._seen: dict[int, weakref.ref | None] = {}
+        self._seen: dict[int, weakref.ref[Any] | None] = {}
         self._may_have_state = functools.cache(_may_have_state)  # a block makes some thousand calls
         self._import: types.FrameType | None = None
 
@@ -474,7 +474,8 @@ class AccessedNames:
         owner = frame.f_locals.get(code.co_varnames[0])
         if isinstance(owner, torch._C._FunctionBase):
             self._note_context(owner)
-        if id(owner) in self._seen or not self._may_have_state(type(owner)):
+        kind: type = type(owner)
+        if id(owner) in self._seen or not self._may_have_state(kind):
             return
         # Objects that are made inside the block are no inputs of it.
         is_made_here = code.co_name in _CONSTRUCTORS
@@ -514,7 +515,7 @@ class AccessedNames:
                 self.check_impure_calls()
 
 
-def functions_of(kind: type) -> list[Callable[..., Any]]:
+def functions_of(kind: type) -> list[types.FunctionType]:
     """Methods of a user's class, backwards of autograd functions among them."""
     own = [base for base in kind.__mro__ if origin_of_class(base) == "own"]
     found = [getattr(value, "__func__", value) for base in own for value in vars(base).values()]
@@ -627,7 +628,8 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
 @functools.cache
 def attributes_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     """Paths ``a.b.c`` that the code looks up, where ``a`` is a name in its module."""
-    found, chain = set(), ()
+    found: set[tuple[str, ...]] = set()
+    chain: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             chain = (instruction.argval,)
@@ -682,7 +684,8 @@ def _loaded_by(code: types.CodeType) -> frozenset[str]:
             owners.setdefault(each.argval, set()).add(_last(owner))
     written = set(chain.from_iterable(map(_variables_written, instructions)))
     around = [(i.offset, i.argval) for i in instructions if i.opcode in dis.hasjrel]
-    around += [(entry.start, entry.target) for entry in dis.Bytecode(code).exception_entries]
+    bytecode: Any = dis.Bytecode(code)  # its exception entries are in no stub
+    around += [(entry.start, entry.target) for entry in bytecode.exception_entries]
     assigned = {
         name
         for name, each in first.items()

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from operator import attrgetter, contains, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from moe_graphs.engine.guards.introspection import (
     GONE,
     Cell,
     Container,
+    Hooks,
     are_of_fsdp,
     are_of_weights,
     check_not_keyed_by_weights,
@@ -39,13 +40,15 @@ from moe_graphs.errors import CaptureError
 # ---- the fast path: every container still holds the very same objects
 
 
-def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
+def _notices_attributes(version_of: Callable[[dict[Any, Any]], int]) -> bool:
     """Whether a change of an attribute changes the version of the object's dictionary.
 
     In Python 3.13 some changes do not go through the dictionary, even if somebody holds it.
     """
 
     class Owner:
+        b: int
+
         def __init__(self) -> None:
             self.a = 0
 
@@ -66,7 +69,7 @@ def _notices_attributes(version_of: Callable[[dict], int]) -> bool:
 Contents = tuple[Container, dict[Any, Any]]
 # The version of a dictionary, which every change of the dictionary changes: Python's own version,
 # or that of a watcher.
-_version_of: Callable[[dict], int] | None = getattr(of_dynamo, "dict_version", None)
+_version_of: Callable[[dict[Any, Any]], int] | None = getattr(of_dynamo, "dict_version", None)
 if _version_of is not None and not _notices_attributes(_version_of):
     _version_of = None
 _OFTEN = 3
@@ -74,6 +77,11 @@ _NAMED = 4  # further differences that a message names
 _KEYED = (dict, types.MappingProxyType)
 _ASKED = attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def _versions_of(dicts: list[Any]) -> list[int]:
+    """The version of each dictionary; without versions there are no such dictionaries."""
+    return [] if _version_of is None else list(map(_version_of, dicts))
 
 
 class FastPath:
@@ -116,7 +124,7 @@ class FastPath:
         of_dicts = [pair for pair in filled if self._has_version(pair[0].holder)]
         others = [pair for pair in filled if not self._has_version(pair[0].holder)]
         self._dicts = [container.holder for container, _ in of_dicts]
-        self._versions = list(map(_version_of, self._dicts))
+        self._versions = _versions_of(self._dicts)
         self._of_dicts = _Columns(of_dicts, self._noisy, self._matter)
         self._others = _Columns(others, self._noisy, self._matter)
 
@@ -146,7 +154,7 @@ class FastPath:
         )
 
     def _contents_are_same(self) -> bool:
-        versions = list(map(_version_of, self._dicts))
+        versions = _versions_of(self._dicts)
         if versions == self._versions:
             return self._others.are_same()
         if not (self._of_dicts.are_same() and self._others.are_same()):
@@ -255,9 +263,11 @@ def _is_compared_whole(container: Container, noisy: Collection[int]) -> bool:
     return isinstance(holder, dict) and not (id(holder) in noisy or "__builtins__" in holder)
 
 
-def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
+def _columns(
+    rows: Sequence[tuple[Any, Any, Any]], kind: type
+) -> tuple[list[Any], list[Any], list[Any]]:
     chosen = [row for row in rows if isinstance(row[0], kind)]
-    return tuple([row[i] for row in chosen] for i in range(3))  # type: ignore[return-value]
+    return [row[0] for row in chosen], [row[1] for row in chosen], [row[2] for row in chosen]
 
 
 # ---- the comparison by value and path
@@ -265,7 +275,16 @@ def _columns(rows: Sequence[tuple], kind: type) -> tuple[list, list, list]:
 _TensorGuards = getattr(of_dynamo, "TensorGuards", None)
 # Only in builds with CUDA.
 _SAME_ADDRESSES = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+_NOTHING: Mapping[Any, Any] = types.MappingProxyType({})
+
+
+class _Walked(NamedTuple):
+    """The first four arguments of a ``Walk`` over the objects."""
+
+    roots: dict[str, Any]
+    accessed: AccessedNames
+    read_addresses: frozenset[int]
+    everything: dict[str, Any]
 
 
 class Guards:
@@ -300,7 +319,8 @@ class Guards:
         sharded: bool = False,
     ) -> None:
         self._outside, self._sharded = {id(module) for module in outside}, sharded
-        self._arguments = (dict(roots), accessed, frozenset(read_addresses), dict(everything))
+        read = frozenset(read_addresses)
+        self._walked = _Walked(dict(roots), accessed, read, dict(everything))
         self._assigned = assigned
         self._tensor_names, self._more = dict(tensor_names), dict(tensors)
         self._noisy: set[int] = set()
@@ -321,10 +341,10 @@ class Guards:
         Raises:
             CaptureError: if something cannot be compared.
         """
-        roots, known, *others = self._arguments
+        known = self._walked.accessed
         if accessed.names <= known.names or self.changes():
             return
-        self._arguments = (roots, AccessedNames.together(known, accessed), *others)
+        self._walked = self._walked._replace(accessed=AccessedNames.together(known, accessed))
         self._begin()
         self.check_followable()
 
@@ -338,8 +358,8 @@ class Guards:
         """Functions that may be called, whether they ran or not; methods of classes, too."""
         found = list(self._found.leaves.values())
         classes = [value for value in found if isinstance(value, type)]
-        methods = chain.from_iterable(map(functions_of, classes))
-        return [*(each for each in found if isinstance(each, types.FunctionType)), *methods]
+        functions = [each for each in found if isinstance(each, types.FunctionType)]
+        return functions + list(chain.from_iterable(map(functions_of, classes)))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -427,7 +447,7 @@ class Guards:
 
     def _scopes_without_hooks(self) -> str:
         """A remedy that names a part of the scope in which no module has hooks, if there is one."""
-        scope = self._arguments[0].get("")
+        scope = self._walked.roots.get("")
         children = scope.named_children() if isinstance(scope, nn.Module) else ()
         for name, child in children:
             hooks = chain.from_iterable(map(hooks_of, child.modules()))
@@ -461,14 +481,13 @@ class Guards:
         """Walks until the data that was found names nothing new."""
         while True:
             found = self._walk()
-            roots, accessed, *others = self._arguments
-            more = accessed.with_found(found.names, found.behind_caches)
+            more = self._walked.accessed.with_found(found.names, found.behind_caches)
             if more is None:
                 return found
-            self._arguments = (roots, more, *others)
+            self._walked = self._walked._replace(accessed=more)
 
     def _walk(self) -> Reachable:
-        return Walk(*self._arguments, self._tensor_names, self._assigned).found
+        return Walk(*self._walked, self._tensor_names, self._assigned).found
 
     def _is_new(self, name: str) -> bool:
         return name not in self._found.leaves
@@ -493,10 +512,10 @@ class Guards:
         self._is_empty = not any(compared)
         self.draws = [(name, rng, state_of(rng)) for name, rng in found.draws]
         tensors_found = [leaf for leaf in found.leaves.values() if isinstance(leaf, Tensor)]
-        asks = bool(tensors_found) and self._arguments[1].asks_for_identities
+        asks = bool(tensors_found) and self._walked.accessed.asks_for_identities
         self.asked_for = frozenset(map(id, tensors_found if asks else ()))
 
-    def _are_known(self, hooks: dict) -> bool:
+    def _are_known(self, hooks: Hooks) -> bool:
         return (self._sharded and are_of_fsdp(hooks)) or are_of_weights(hooks)
 
     def _compare_by_path(self) -> Mismatch | None:
@@ -578,7 +597,7 @@ def _stood_for(wrapper: Tensor) -> tuple[int, bool]:
     return id(unwrap(wrapper)), wrapper.requires_grad
 
 
-def _kind_of(tensor: Tensor) -> tuple:
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.requires_grad, tensor.shape, tensor.stride(), tensor.dtype
 
 

@@ -73,7 +73,7 @@ def elements(holder: Any) -> Any:
     return Elements(holder)
 
 
-def keys_of(holder: dict) -> Any:
+def keys_of(holder: dict[Any, Any]) -> Any:
     """The keys as a live view, in order, whatever methods the dictionary's own class has."""
     kind = OrderedDict if isinstance(holder, OrderedDict) else dict
     return kind.keys(holder)
@@ -143,9 +143,9 @@ class Container:
         elif isinstance(self.holder, set):
             refill(self.holder, frozenset(contents.values()))
         elif not isinstance(self.holder, types.MappingProxyType):
-            kind = list if isinstance(self.holder, list) else deque
-            kind.clear(self.holder)
-            kind.extend(self.holder, contents.values())
+            sequence = list if isinstance(self.holder, list) else deque
+            sequence.clear(self.holder)
+            sequence.extend(self.holder, contents.values())
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Cell:
     """
 
     read: Callable[[], Any]
-    write: Callable[[Any], None] | None
+    write: Callable[[Any], object] | None
     name: str
     is_copy: bool = False
 
@@ -173,7 +173,7 @@ class Answers:
     kept: dict[Any, Any]
 
     @classmethod
-    def of(cls, cache: functools._lru_cache_wrapper) -> Answers | None:
+    def of(cls, cache: functools._lru_cache_wrapper[Any]) -> Answers | None:
         """The present answers; None if this Python keeps them in a way that is not known."""
         size = functools._lru_cache_wrapper.cache_info(cache).currsize
         # The class, then key, answer and class of each link if there is a limit, then a dictionary.
@@ -191,13 +191,11 @@ class Answers:
         rows = before.kept.items()
         return all(same_value(self.kept.get(key, GONE), answer) for key, answer in rows)
 
-    __hash__ = None
-
     def __repr__(self) -> str:
         return f"{len(self.kept)} answers"
 
 
-def _keys_are_answered(table: dict, size: int) -> bool:
+def _keys_are_answered(table: dict[Any, Any], size: int) -> bool:
     """Whether a cache's table has answers; with a limit it has links, whose class is private."""
     return len(table) == size and not any(
         type(each).__name__ == "_lru_list_elem" for each in table.values()
@@ -281,7 +279,7 @@ def has_dictionary(value: Any) -> bool:
         return False
 
 
-def bytes_of(values: Any) -> tuple:
+def bytes_of(values: Any) -> tuple[Any, ...]:
     """The bytes of an array of any library, with the kind and shape of its elements."""
     kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
     return str(kind), getattr(values, "shape", None), bytes(values)
@@ -312,7 +310,8 @@ def is_without_state(kind: type) -> bool:
 
 def is_immutable(kind: type) -> bool:
     """Whether a class of Python's standard library has a hash of its own: a date, a path, ..."""
-    return kind.__hash__ not in (None, object.__hash__) and _is_of_standard_library(kind)
+    hashed: Any = kind.__hash__  # None if its objects have no hash
+    return hashed not in (None, object.__hash__) and _is_of_standard_library(kind)
 
 
 @functools.cache
@@ -338,7 +337,7 @@ def names_in(text: str) -> list[str]:
     return parts if all(map(str.isidentifier, parts)) else []
 
 
-def decimal_context() -> tuple:
+def decimal_context() -> tuple[Any, ...]:
     now = decimal.getcontext()
     return now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp
 
@@ -363,7 +362,7 @@ def shown_key(index: int, key: Any, tensor_names: Mapping[int, str]) -> str:
     return repr(key) if all(map(is_plain, parts)) else f"key {index}"
 
 
-def refill(target: set, values: frozenset) -> None:
+def refill(target: set[Any], values: frozenset[Any]) -> None:
     set.clear(target)
     set.update(target, values)
 
@@ -501,13 +500,14 @@ OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_WEIGHTS = {f"torch.nn.utils.{name}" for name in ("weight_norm", "spectral_norm", "prune")}
 OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+Hooks = dict[Any, Any]  # a dictionary of torch, with hooks by their handles' numbers
 
 
-def hooks_of(module: nn.Module) -> list[dict]:
+def hooks_of(module: nn.Module) -> list[Hooks]:
     return [getattr(module, kind) for kind in OF_MODULES]
 
 
-def shown_hooks(dicts: Iterable[dict]) -> str:
+def shown_hooks(dicts: Iterable[Hooks]) -> str:
     """Words for messages: which hooks there are, and whose they are."""
     found = [hook for hooks in dicts for hook in hooks.values()]
     named = [f"{_home(hook)}.{_name(hook)}" for hook in found[:3]]
@@ -523,12 +523,12 @@ def _name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
 
 
-def hooks_of_modules(modules: Iterable[nn.Module]) -> list[dict]:
+def hooks_of_modules(modules: Iterable[nn.Module]) -> list[Hooks]:
     """Hooks of these modules and of all modules inside them."""
     return [hooks for root in modules for module in root.modules() for hooks in hooks_of(module)]
 
 
-def forward_hooks_of(module: nn.Module) -> dict:
+def forward_hooks_of(module: nn.Module) -> Hooks:
     """The forward hooks of a module, for code within a scope.
 
     If that code named the attribute itself, graphs would depend on the hooks of the scope's own
@@ -543,13 +543,13 @@ def tensor_hooks_of(tensors: Iterable[Tensor]) -> list[Callable[..., Any]]:
     return [hook for hooks in dicts for hook in hooks.values()]
 
 
-def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[dict]:
+def hooks_of_updates(optimizers: Iterable[Optimizer]) -> list[Hooks]:
     """Hooks of the optimizers, and hooks of all optimizers."""
     own = [getattr(each, kind) for each in optimizers for kind in OF_OPTIMIZERS]
     return own + [getattr(optim_globals, kind) for kind in OF_ALL_OPTIMIZERS]
 
 
-def are_of_weights(hooks: dict) -> bool:
+def are_of_weights(hooks: Hooks) -> bool:
     """Whether hooks are those by which torch computes weights: weight norm, spectral norm, pruning.
 
     They compute with tensors and assign the weight, as a forward may.
@@ -558,7 +558,7 @@ def are_of_weights(hooks: dict) -> bool:
     return all(getattr(call, "__module__", None) in _OF_WEIGHTS for call in calls)
 
 
-def are_of_fsdp(hooks: dict) -> bool:
+def are_of_fsdp(hooks: Hooks) -> bool:
     """Whether hooks are those by which ``fully_shard`` gathers parameters.
 
     The graph of a step holds what these hooks do on the device. ``whole_step/fsdp.py`` takes care

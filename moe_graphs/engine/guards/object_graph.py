@@ -21,7 +21,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,9 @@ def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]
             continue
         for *path, key in attributes_of_globals(each):
             module = _module_at(globals_, path)
-            value = GONE if module is None else vars(module).get(key, GONE)
+            if module is None:
+                continue
+            value = vars(module).get(key, GONE)
             if value is not GONE and (origin == "own" or is_plain(value)):
                 found.setdefault(id(module), (module, set()))[1].add(key)
     return found
@@ -140,8 +142,14 @@ def is_own(module: types.ModuleType) -> bool:
 _OF_EVERY_MODULE = (frozenset(nn.Module().__dict__) - {"training"}) | {"_has_rebuilt_buckets"}
 _OF_CALLS = {"training", "forward"}  # these do not matter in a module that did not run
 _TOO_MANY = 2000  # containers with more entries are not compared
+Namespace = dict[Any, Any]
 _OF_THE_CODE: Any = object()  # stands for the names that the code mentions
-_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type, ...] = (
+    types.MappingProxyType,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
 # Values that are often made anew. Only what they hold is compared, not which object lies where.
 _MADE_ANEW = (tuple, frozenset, types.MethodType, weakref.ref, memoryview, *_VIEWS)
 
@@ -241,12 +249,12 @@ class Walk:
         first, others = list(roots.items())[:1], list(roots.items())[1:]
         for name, root in reversed([*others, *self._owners()]):
             self._push(root, name, False)
-        for name, root in reversed(everything.items()):
+        for name, root in reversed(list(everything.items())):
             self._push(root, name, True)
         for name, root in first:
             self._push(root, name, False)
         if self._names & {"environ", "getenv"}:
-            self._push(os.environ._data, "os.environ", False)
+            self._push(vars(os.environ)["_data"], "os.environ", False)
         self._globals()
         for name, ask in accessed.questions.items():
             self._cell(Cell(ask, None, name, is_copy=True), False)
@@ -404,7 +412,7 @@ class Walk:
         self._entries(module._modules, name, None if ran or everything else self._names, everything)
 
     def _entries(
-        self, place: dict, name: str, names: frozenset[str] | set[str] | None, everything: bool
+        self, place: Namespace, name: str, names: Collection[str] | None, everything: bool
     ) -> None:
         """Entries of a module's dictionaries, which share one name space."""
         if id(place) in self._assigned:
@@ -419,8 +427,8 @@ class Walk:
             self._push(child, _join(name, key), everything)
 
     def _without_assigned(
-        self, place: dict, name: str, names: frozenset[str] | set[str] | None
-    ) -> frozenset:
+        self, place: Namespace, name: str, names: Collection[str] | None
+    ) -> frozenset[Any]:
         """The names except those that the code assigns. Notes what it may ask of the old values."""
         assigned = self._assigned[id(place)]
         for each in assigned.values():
@@ -442,7 +450,7 @@ class Walk:
             if "forward" in vars(base):
                 return self._push(vars(base)["forward"], f"{name}.forward", False)
 
-    def _mapping(self, value: dict, name: str, everything: bool) -> None:
+    def _mapping(self, value: Namespace, name: str, everything: bool) -> None:
         elements = Elements(value)
         if len(elements) > _TOO_MANY:
             return self._too_large(name, len(elements))
@@ -482,7 +490,7 @@ class Walk:
             self._push(child, f"{name}[{index}]", everything)
 
     def _object(self, value: Any, name: str, everything: bool) -> None:
-        kind = type(value)
+        kind: type = type(value)
         origin = origin_of_class(kind)
         if origin == "internal":
             self._note(name, value)  # it may hold more than its attributes show
@@ -512,7 +520,7 @@ class Walk:
         self._slots(value, slots_of(kind), name, everything, names)
 
     def _namespace(
-        self, place: dict, name: str, everything: bool, names: set[str] | None = _OF_THE_CODE
+        self, place: Namespace, name: str, everything: bool, names: set[str] | None = _OF_THE_CODE
     ) -> None:
         """Visits the entries of a dictionary of attributes; all of them if ``names`` is None."""
         names = self._names if names is _OF_THE_CODE else names
@@ -597,7 +605,7 @@ class Walk:
             for key, child in container.contents().items():
                 self._push(child, f"{container.name}{separator}{key}", False)
 
-    def _cache(self, cache: functools._lru_cache_wrapper, name: str) -> None:
+    def _cache(self, cache: functools._lru_cache_wrapper[Any], name: str) -> None:
         """Visits the answers of a cached function; those that calls add later do not matter."""
         function = inspect.unwrap(cache)
         if not inspect.isfunction(function):

@@ -7,7 +7,7 @@ written, and how much memory the call takes. A replay has to compute what the tr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
@@ -279,7 +279,9 @@ class Trials:
     def _guards_before(self, call: ScopeCall) -> Guards:
         return self.guards(call, self.names_before_running(call), ())
 
-    def guards(self, call: ScopeCall, accessed: AccessedNames, addresses: Sequence[int]) -> Guards:
+    def guards(
+        self, call: ScopeCall, accessed: AccessedNames, addresses: Collection[int]
+    ) -> Guards:
         module = call.scope.module
         roots = {"": module, "forward": call.scope.forward, **call.constants()}
         known = [*module.parameters(), *module.buffers()]
@@ -338,7 +340,9 @@ class Trials:
         with Snapshot(self.backend) as before:
             known = [*self.known(), *inputs]
             run = TrialRun(self.backend, known, before=before, inputs=named)
-            hooks = call.forward_hooks() if with_hooks else contextlib.nullcontext({})
+            hooks: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+            if with_hooks:
+                hooks = call.forward_hooks()
             beside, aliases = fp8.Autocast().beside(leaves), self.aliases(call)
             with hooks as produced, aliases.installed(), beside as uses, run:
                 outputs = produced["output"] = _run(call, leaves)
@@ -468,7 +472,12 @@ class Tried:
 def containers_in(tree: Any) -> list[Any]:
     """The containers in a pytree that somebody may change: lists, dictionaries and the like."""
     found: list[Any] = []
-    leaves = pytree.tree_leaves(tree, is_leaf=found.append)
+
+    def note(node: Any) -> bool:
+        found.append(node)
+        return False
+
+    leaves = pytree.tree_leaves(tree, is_leaf=note)
     alone = set(map(id, leaves))
     return [each for each in found if not isinstance(each, tuple) and id(each) not in alone]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
@@ -285,7 +285,8 @@ def try_step(
         raise CaptureError(unsupported)
     named = definition.parameters()
     parameters = list(named.values())
-    entry, streams, seen = gradients_of(parameters), {}, TriedStep(accessed)
+    entry, seen = gradients_of(parameters), TriedStep(accessed)
+    streams: dict[str, Any] = {}
     versions = [parameter._version for parameter in parameters]
     strangers, places = _of_other_models(definition), len(definition.assigned.places)
     definition.guards(accessed, constants=batch.constants()).check_hooks()
@@ -379,7 +380,7 @@ def _of_other_models(definition: StepDefinition) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _noting_streams(named: Mapping[str, nn.Parameter], streams: dict[str, Any]) -> Iterator[None]:
+def _noting_streams(named: Mapping[str, Tensor], streams: dict[str, Any]) -> Iterator[None]:
     """Notes on which stream each parameter's gradient is accumulated, by its name."""
 
     def note(name: str, parameter: Tensor) -> None:
@@ -401,7 +402,7 @@ def _noting_streams(named: Mapping[str, nn.Parameter], streams: dict[str, Any]) 
 def _noting_optimizers(definition: StepDefinition, seen: TriedStep) -> Iterator[None]:
     known = definition.optimizers()
 
-    def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(optimizer is each for each in known):
             raise CaptureError(
                 f"the step calls step() of a {type(optimizer).__name__} that FullIteration does "
@@ -556,7 +557,7 @@ class StepVerification:
     def _put_back(self) -> None:
         self._before.put_back_values()
         for static, value in zip(self._found, self._entry, strict=True):
-            if static is not None:
+            if static is not None and value is not None:
                 static.copy_(value)
         set_gradients(self._parameters, self._found)
 
