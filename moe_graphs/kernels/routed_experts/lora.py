@@ -1,0 +1,249 @@
+"""The experts of a layer with LoRA beside them: ``w + a @ b`` per expert, which nobody makes.
+
+    H = X @ w1 + (X @ a1) @ b1
+    A = swiglu(H)
+    Y = A @ w2 + (A @ a2) @ b2
+    out[t] = sum of s * Y over the rows of token t
+
+The weights ``w1`` and ``w2`` are frozen: no gradient of them is computed. For the backward two
+nodes keep the tokens, H, the routing weights s, the order of rows and X @ a1, whose rows are as
+short as the rank. Everything else is computed again as in ``routed_experts``, and the backward of a
+product ``P = x @ w + (x @ a) @ b`` is
+
+    dlow = dP @ b.T
+    dx   = dP @ w.T + dlow @ a.T
+    da   = x.T @ dlow
+    db   = (x @ a).T @ dP
+
+Shapes: T tokens, K top-k, R routed rows, D model, F ffn, E experts, r rank, M and N the two sides
+of a product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from moe_graphs.kernels.gemm import (
+    check_operands,
+    gradient_of_weights,
+    grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_forward,
+    is_transposed,
+)
+from moe_graphs.kernels.gemm.gather import gather_gemm
+from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.permute import collect_rows, spread_rows
+from moe_graphs.kernels.precision import to_autocast
+from moe_graphs.kernels.routed_experts import (
+    down_projection,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+)
+from moe_graphs.kernels.row_order import RowOrder
+from moe_graphs.kernels.swiglu import NO_CLAMP, swiglu_forward
+
+
+class LoRA(NamedTuple):
+    """Two factors per expert, whose product is added to the expert's weight ``[M, N]``.
+
+    Attributes:
+        a_EMr: ``[E, M, r]``, contiguous or the transpose of what is; any float dtype.
+        b_ErN: ``[E, r, N]``, likewise. It has the scale in it.
+    """
+
+    a_EMr: Tensor
+    b_ErN: Tensor
+
+
+def routed_experts_with_lora(
+    tokens_TD: Tensor,
+    order: RowOrder,
+    weights_TK: Tensor,
+    w1_ED2F: Tensor,
+    w2_EFD: Tensor,
+    lora1: LoRA | None,
+    lora2: LoRA | None,
+    *,
+    is_sorted: bool = False,
+) -> Tensor:
+    """``routed_experts`` of ``w1 + a1 @ b1`` and ``w2 + a2 @ b2``; never syncs.
+
+    Factors are rounded to the dtype of the tokens, products are summed in fp32 and rounded: ``x @
+    w``, ``x @ a``, and their sum. Saves the tokens, one ``[R, 2F]`` and one ``[R, r]``.
+
+    Args:
+        tokens_TD: tokens, or with ``is_sorted`` their rows ``[R, D]`` in the order of ``order``.
+        weights_TK: routing weights, of any precision.
+        w1_ED2F, w2_EFD: frozen, as in ``routed_experts``.
+        lora1, lora2: the factors beside each weight; None if there are none.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, the GPU path does not take them, or a weight beside
+            factors requires a gradient.
+    """
+    tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
+    tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
+    for name, w_EMN, lora in (("w1", w1_ED2F, lora1), ("w2", w2_EFD, lora2)):
+        if lora is not None:
+            _check_factors(name, w_EMN, lora)
+    check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
+    if lora1 is not None:
+        check_operands(tokens_TD, w1_ED2F, order.offsets_E)
+        factors = _in_dtype_of(tokens_TD, lora1)
+        inverse_TK = order.inverse_R.view_as(weights_TK)
+        indices = order.order_R, inverse_TK, order.offsets_E
+        gate_up_R2F = _UpProjection.apply(
+            tokens_TD, *factors, w1_ED2F, *indices, order.has_gaps, is_sorted
+        )
+    elif is_sorted:
+        gate_up_R2F = grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
+    else:
+        gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    if lora2 is None:
+        return down_projection(gate_up_R2F, order, weights_TK, w2_EFD)
+    factors = _in_dtype_of(gate_up_R2F, lora2)
+    inverse_TK = order.inverse_R.view_as(weights_TK)
+    indices = order.order_R, inverse_TK, order.offsets_E
+    return _DownProjection.apply(
+        gate_up_R2F, *factors, weights_TK, w2_EFD, *indices, order.has_gaps
+    )
+
+
+def _check_factors(name: str, w_EMN: Tensor, lora: LoRA) -> None:
+    experts, inner, outer = w_EMN.shape
+    rank = lora.a_EMr.shape[-1]
+    shapes = tuple(lora.a_EMr.shape), tuple(lora.b_ErN.shape)
+    if shapes != ((experts, inner, rank), (experts, rank, outer)):
+        raise ValueError(
+            f"LoRA beside {name} {tuple(w_EMN.shape)} wants factors [{experts}, {inner}, r] and "
+            f"[{experts}, r, {outer}], got {shapes[0]} and {shapes[1]}"
+        )
+    if w_EMN.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} has LoRA beside it and requires a gradient, which is not computed: freeze it"
+        )
+
+
+def _in_dtype_of(rows: Tensor, lora: LoRA) -> tuple[Tensor, Tensor]:
+    """Both factors in the dtype of the rows, with a rank that the kernels take."""
+    a_EMr, b_ErN = (factor.to(rows.dtype) for factor in lora)
+    missing = -a_EMr.shape[2] % 8  # rows of 16 bytes
+    if missing:
+        a_EMr = functional.pad(a_EMr, (0, missing))
+        b_ErN = functional.pad(b_ErN, (0, 0, 0, missing))
+    return _readable(a_EMr), _readable(b_ErN)
+
+
+def _readable(w_EMN: Tensor) -> Tensor:
+    return w_EMN if is_transposed(w_EMN) else w_EMN.contiguous()
+
+
+def _product(
+    rows_RM: Tensor, w_EMN: Tensor, a_EMr: Tensor, b_ErN: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``rows @ w + (rows @ a) @ b``, and ``rows @ a``."""
+    out_RN = grouped_gemm_forward(rows_RM, w_EMN, offsets_E, False)
+    low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
+    return out_RN.add_(grouped_gemm_forward(low_Rr, b_ErN, offsets_E, False)), low_Rr
+
+
+def _gradient_of_rows(
+    grad_RN: Tensor, low_Rr: Tensor, w_EMN: Tensor, a_EMr: Tensor, offsets_E: Tensor
+) -> Tensor:
+    """``grad @ w.T + low @ a.T``, where ``low`` is ``grad @ b.T``."""
+    grad_RM = grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False)
+    return grad_RM.add_(grouped_gemm_dgrad(low_Rr, a_EMr, offsets_E, False))
+
+
+class _UpProjection(torch.autograd.Function):
+    """Gate and up of the rows, from tokens or sorted rows; keeps them and ``rows @ a``."""
+
+    @staticmethod
+    def forward(
+        ctx, tokens_XD, a_EDr, b_Er2F, w1_ED2F, order_R, inverse_TK, offsets_E, has_gaps, is_sorted
+    ):
+        wants_tokens, wants_a, wants_b = ctx.needs_input_grad[:3]
+        ctx.has_gaps, ctx.is_sorted = has_gaps, is_sorted
+        rows_RD = _rows(tokens_XD, order_R, inverse_TK, has_gaps, is_sorted)
+        gate_up_R2F, low_Rr = _product(rows_RD, w1_ED2F, a_EDr, b_Er2F, offsets_E)
+        kept = tokens_XD if wants_a else None, low_Rr if wants_b else None
+        frozen = w1_ED2F if wants_tokens else None
+        ctx.save_for_backward(*kept, a_EDr, b_Er2F, frozen, order_R, inverse_TK, offsets_E)
+        return gate_up_R2F
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_R2F):
+        tokens_XD, low_Rr, a_EDr, b_Er2F, w1_ED2F, *indices = ctx.saved_tensors
+        order_R, inverse_TK, offsets_E = indices
+        wants_tokens, wants_a, wants_b = (wants_gradient(ctx, i) for i in range(3))
+        grad_tokens = grad_a = grad_b = None
+        if wants_tokens or wants_a:
+            grad_low_Rr = grouped_gemm_dgrad(grad_R2F, b_Er2F, offsets_E, False)
+        if wants_a:
+            rows_RD = _rows(tokens_XD, order_R, inverse_TK, ctx.has_gaps, ctx.is_sorted)
+            grad_a = gradient_of_weights(rows_RD, grad_low_Rr, offsets_E, is_transposed(a_EDr))
+            del rows_RD  # as large as the rows of the next gradient
+        if wants_b:
+            grad_b = gradient_of_weights(low_Rr, grad_R2F, offsets_E, is_transposed(b_Er2F))
+        if wants_tokens:
+            grad_tokens = _gradient_of_rows(grad_R2F, grad_low_Rr, w1_ED2F, a_EDr, offsets_E)
+            if not ctx.is_sorted:
+                grad_tokens = collect_rows(grad_tokens, inverse_TK, None, ctx.has_gaps)
+        return grad_tokens, grad_a, grad_b, *[None] * 6
+
+
+def _rows(
+    tokens_XD: Tensor, order_R: Tensor, inverse_TK: Tensor, has_gaps: bool, is_sorted: bool
+) -> Tensor:
+    return tokens_XD if is_sorted else spread_rows(tokens_XD, order_R, inverse_TK, None, has_gaps)
+
+
+class _DownProjection(torch.autograd.Function):
+    """The sums of tokens from gate and up, which are all that is kept of the rows."""
+
+    @staticmethod
+    def forward(
+        ctx, gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD, order_R, inverse_TK, offsets_E, has_gaps
+    ):
+        ctx.has_gaps = has_gaps
+        kept = gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD
+        ctx.save_for_backward(*kept, order_R, inverse_TK, offsets_E)
+        rows_RF = swiglu_forward(gate_up_R2F)
+        rows_RD, _ = _product(rows_RF, w2_EFD, a_EFr, b_ErD, offsets_E)
+        return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TD):
+        gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD, *indices = ctx.saved_tensors
+        order_R, inverse_TK, offsets_E = indices
+        wants_rows, wants_a, wants_b, wants_weights = (wants_gradient(ctx, i) for i in range(4))
+        routing = weights_TK, order_R, inverse_TK, ctx.has_gaps
+        grad_gate_up = grad_a = grad_b = grad_weights = None
+        grad_RD = spread_rows(grad_TD, order_R, inverse_TK, None, ctx.has_gaps)
+        wants_factors = wants_a or wants_b
+        if wants_rows or wants_a or wants_weights:
+            grad_low_Rr = grouped_gemm_dgrad(grad_RD, b_ErD, offsets_E, False)
+        if wants_rows or wants_weights:
+            grad_RF = _gradient_of_rows(grad_RD, grad_low_Rr, w2_EFD, a_EFr, offsets_E)
+            grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
+                gate_up_R2F, grad_RF, *routing, NO_CLAMP, with_result=wants_factors
+            )
+            del grad_RF
+        elif wants_factors:
+            weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R, NO_CLAMP)
+        if wants_a:
+            grad_a = gradient_of_weights(weighted_RF, grad_low_Rr, offsets_E, is_transposed(a_EFr))
+        if wants_b:
+            low_Rr = grouped_gemm_forward(weighted_RF, a_EFr, offsets_E, False)
+            grad_b = gradient_of_weights(low_Rr, grad_RD, offsets_E, is_transposed(b_ErD))
+        if not wants_weights:
+            grad_weights = None
+        return grad_gate_up, grad_a, grad_b, grad_weights, *[None] * 5

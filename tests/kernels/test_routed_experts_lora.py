@@ -1,0 +1,184 @@
+"""LoRA beside the experts' weights: values, all gradients, and the bytes that are kept.
+
+Shapes: T tokens, D model, F ffn, E experts, K top-k, r rank.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_routed_experts import BF16, FP32, FP64, ROUTINGS, D, E, F, K, T, error, orders
+from torch import Tensor
+
+from kept_bytes import kept_bytes
+from moe_graphs.engine.autograd import SplitBackward
+from moe_graphs.kernels import RowOrder, permute, route_rows, routed_experts
+from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
+
+RANKS = (4, 8, 16)
+BESIDE = {
+    "both": (True, True),
+    "first": (True, False),
+    "second": (False, True),
+    "none": (False,) * 2,
+}
+on_orders = pytest.mark.parametrize(
+    ("name", "order"), [pytest.param(*each, id=each[0]) for each in orders()]
+)
+
+
+def leaves(top_k: int = K, rank: int = 8, dtype: torch.dtype = FP64) -> list[Tensor]:
+    """Tokens and routing weights, the factors, and two frozen weights."""
+    torch.manual_seed(0)
+    shapes = ((T, D), (E, D, rank), (E, rank, 2 * F), (E, F, rank), (E, rank, D))
+    tokens, *factors = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+    wide = dtype if dtype == FP64 else FP32
+    weights = torch.rand(T, top_k).to(wide).requires_grad_()
+    frozen = [torch.randn(shape).to(dtype) for shape in ((E, D, 2 * F), (E, F, D))]
+    return [tokens, weights, *factors, *frozen]
+
+
+def ours(order: RowOrder, given: list[Tensor], beside: str = "both", **options: bool) -> Tensor:
+    tokens, weights, a1, b1, a2, b2, w1, w2 = given
+    first, second = BESIDE[beside]
+    return routed_experts_with_lora(
+        tokens,
+        order,
+        weights,
+        w1,
+        w2,
+        LoRA(a1, b1) if first else None,
+        LoRA(a2, b2) if second else None,
+        **options,
+    )
+
+
+def materialised(order: RowOrder, given: list[Tensor], beside: str = "both") -> Tensor:
+    tokens, weights, a1, b1, a2, b2, w1, w2 = given
+    first, second = BESIDE[beside]
+    w1 = w1 + a1 @ b1 if first else w1
+    w2 = w2 + a2 @ b2 if second else w2
+    return routed_experts(tokens, order, weights, w1, w2)
+
+
+def gradients(out: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(out, leaves, grad.to(out.dtype), allow_unused=True)
+    return [out.detach(), *(each for each in found if each is not None)]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@on_orders
+def test_values_and_gradients_are_those_of_summed_weights(name, order, beside):
+    given, grad = leaves(order.inverse_R.numel() // T), torch.randn(T, D, dtype=FP64)
+    found = gradients(ours(order, given, beside), given[:6], grad)
+    expected = gradients(materialised(order, given, beside), given[:6], grad)
+    assert len(found) == 3 + 2 * sum(BESIDE[beside])
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_every_rank_is_right_in_fp32(rank):
+    order, grad = route_rows(ROUTINGS["half empty"](), E), torch.randn(T, D)
+    given = leaves(rank=rank, dtype=FP32)
+    found = gradients(ours(order, given), given[:6], grad)
+    expected = gradients(materialised(order, given), given[:6], grad)
+    assert [each.shape for each in found] == [each.shape for each in expected]
+    assert all(error(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
+
+
+def test_gradients_of_finite_differences():
+    order, given = route_rows(ROUTINGS["half empty"](), E), leaves()
+    assert torch.autograd.gradcheck(lambda *first: ours(order, [*first, *given[6:]]), given[:6])
+
+
+def test_bf16_is_no_worse_than_summed_weights():
+    """Adapters stay in fp32, as PEFT keeps them; both are held against fp64."""
+    torch.manual_seed(1)
+    order, grad = route_rows(ROUTINGS["random"](), E), torch.randn(T, D).to(BF16)
+    given = leaves(dtype=BF16)
+    given[2:6] = [each.detach().float().requires_grad_() for each in given[2:6]]
+    exact = [x.detach().to(FP64).requires_grad_(x.requires_grad) for x in given]
+    found = gradients(ours(order, given), given[:6], grad)
+    rounded = [*given[:2], *(each.to(BF16) for each in given[2:6]), *given[6:]]
+    others = gradients(materialised(order, rounded), given[:6], grad)
+    wants = gradients(materialised(order, exact), exact[:6], grad)
+    for got, other, want, leaf in zip(found[1:], others[1:], wants[1:], given, strict=False):
+        assert got.dtype == leaf.dtype
+        assert error(got, want) <= 2 * error(other, want)
+    assert error(found[0], wants[0]) <= 2 * error(others[0], wants[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_tokens_one_product_and_short_rows_are_kept(dtype):
+    order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype=dtype)
+    kept = kept_bytes(lambda: ours(order, given), given[2:])
+    indices = 2 * 4 * T * K + 4 * E
+    rows = T * D + T * K * (2 * F + 8)
+    assert kept == dtype.itemsize * rows + 4 * T * K + indices
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_each_gradient_alone_is_the_one_of_all(number):
+    order, given = route_rows(ROUTINGS["half empty"](), E), leaves(dtype=FP32)
+    grad = torch.randn(T, D)
+    every = torch.autograd.grad(ours(order, given), given[:6], grad)
+    for i, leaf in enumerate(given[:6]):
+        leaf.requires_grad_(i == number)
+    (alone,) = torch.autograd.grad(ours(order, given), given[number], grad)
+    assert torch.equal(alone, every[number])
+
+
+def test_split_backward_has_the_same_bits():
+    order, given = route_rows(ROUTINGS["half empty"](), E), leaves(dtype=FP32)
+    grad = torch.randn(T, D)
+    whole = torch.autograd.grad(ours(order, given), given[:6], grad)
+    split = SplitBackward([ours(order, given)], given[:2], given[2:6])
+    found = [*split.input_gradients([grad]), *split.parameter_gradients()]
+    assert all(map(torch.equal, found, whole))
+
+
+def test_transposed_operands_are_read_as_they_lie():
+    order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype=FP32)
+    turned = [x.detach().mT.contiguous().mT.requires_grad_(x.requires_grad) for x in given[2:]]
+    grad = torch.randn(T, D)
+    expected = gradients(ours(order, given), given[:6], grad)
+    same = [*given[:2], *turned]
+    found = gradients(ours(order, same), same[:6], grad)
+    assert all(error(*pair) < 1e-5 for pair in zip(found, expected, strict=True))
+    assert all(each.mT.is_contiguous() for each in found[3:])
+
+
+@on_orders
+def test_rows_that_are_sorted_already(name, order):
+    given = leaves(order.inverse_R.numel() // T)
+    rows = permute(given[0], order).detach().requires_grad_()
+    grad = torch.randn(T, D, dtype=FP64)
+    of_rows = [rows, *given[1:]]
+    found = gradients(ours(order, of_rows, is_sorted=True), of_rows[:6], grad)
+    expected = gradients(ours(order, given), given[:6], grad)
+    assert torch.equal(found[0], expected[0])
+    assert all(map(torch.equal, found[2:], expected[2:]))
+    (back,) = torch.autograd.grad(permute(given[0], order), given[0], found[1])
+    torch.testing.assert_close(back, expected[1])
+
+
+def test_autocast_casts_all_operands():
+    order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype=FP32)
+    with torch.autocast("cpu", BF16):
+        out = ours(order, given)
+    cast = [x if number == 1 else x.to(BF16) for number, x in enumerate(given)]
+    assert out.dtype == BF16
+    assert torch.equal(out, ours(order, cast))
+    assert all(g.dtype == FP32 for g in torch.autograd.grad(out.float().sum(), given[:6]))
+
+
+def test_what_does_not_fit_is_an_error():
+    order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype=FP32)
+    short = [*given[:3], given[3][:, :4], *given[4:]]
+    with pytest.raises(ValueError, match=r"LoRA beside w1 .* got \(5, 8, 8\) and \(5, 4, 12\)"):
+        ours(order, short)
+    given[7].requires_grad_()
+    with pytest.raises(ValueError, match="w2 has LoRA beside it and requires a gradient"):
+        ours(order, given)
+    with torch.no_grad():
+        ours(order, given)
