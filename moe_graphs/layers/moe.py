@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.dispatch import Dispatcher, DispatchPlan, LocalDispatcher
+from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
 from moe_graphs.dispatch.row_statistics import RowStatistics
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
 from moe_graphs.layers.expert_layouts import Experts, layout_of, router_weight
@@ -142,13 +142,17 @@ class MoEStages(Staged):
         """
         plan = prepared.plan
         dispatched = self.dispatcher.dispatch(plan)
-        sums_XD = self.experts(
-            dispatched.tokens_XD, dispatched.order, dispatched.weights_XK, dispatched.is_sorted
-        )
+        sums_XD = self.call_experts(dispatched)
         hidden_TD = self.dispatcher.combine(sums_XD, dispatched, plan)
         if prepared.shared_TD is not None:
             hidden_TD = hidden_TD + prepared.shared_TD
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+
+    def call_experts(self, dispatched: Dispatched) -> Tensor:
+        """Each token's sum of its experts' outputs, times the routing weights."""
+        return self.experts(
+            dispatched.tokens_XD, dispatched.order, dispatched.weights_XK, dispatched.is_sorted
+        )
 
     @property
     def dynamic(self) -> str | None:

@@ -8,16 +8,19 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.dispatch import LocalDispatcher
+from moe_graphs.dispatch import Dispatched, LocalDispatcher
 from moe_graphs.engine.guards.introspection import forward_hooks_of, hooks_of
 from moe_graphs.errors import GraphWarning
+from moe_graphs.integrations.peft import SUMMED, innermost, lora_of, why_summed
 from moe_graphs.integrations.transformers.collected_outputs import is_collecting
 from moe_graphs.kernels import RowOrder, route, routed_experts
+from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from moe_graphs.layers import MoEConfig, Routing
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
 from moe_graphs.layers.router import rule_of
@@ -55,10 +58,26 @@ class SwappedExperts(nn.Module):
     def forward(
         self, tokens_TD: Tensor, order: RowOrder, weights_TK: Tensor, is_sorted: bool = False
     ) -> Tensor:
+        return self.with_lora({}, tokens_TD, order, weights_TK, is_sorted)
+
+    def with_lora(
+        self,
+        lora: Mapping[str, LoRA],
+        tokens_TD: Tensor,
+        order: RowOrder,
+        weights_TK: Tensor,
+        is_sorted: bool,
+    ) -> Tensor:
+        """The forward with factors beside the parameters of these names, in their layout."""
         if not torch.is_autocast_enabled(tokens_TD.device.type):
             tokens_TD = tokens_TD.to(self.gate_up_proj.dtype)
         w1_ED2F, w2_EFD = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        return routed_experts(tokens_TD, order, weights_TK, w1_ED2F, w2_EFD, is_sorted=is_sorted)
+        given = tokens_TD, order, weights_TK, w1_ED2F, w2_EFD
+        if not lora:
+            return routed_experts(*given, is_sorted=is_sorted)
+        beside = (lora.get(name) for name in ("gate_up_proj", "down_proj"))
+        factors = [None if each is None else each.transposed() for each in beside]
+        return routed_experts_with_lora(*given, *factors, is_sorted=is_sorted)
 
 
 class SwappedMoE(MoEStages):
@@ -67,7 +86,8 @@ class SwappedMoE(MoEStages):
     Logits are fp32 in every precision. A router from which transformers collects logits is called
     as well (the load-balancing loss of ``output_router_logits=True`` comes from there). A router
     that was changed since the swap (LoRA around it, another ``top_k``, forward, class or hook)
-    chooses experts by itself, with one warning: ``why_own`` says why.
+    chooses experts by itself, with one warning: ``why_own`` says why. LoRA of PEFT around the
+    experts multiplies the rows, and no summed weight is made (``integrations.peft``).
     """
 
     def __init__(self, block: nn.Module, config: MoEConfig) -> None:
@@ -148,6 +168,14 @@ class SwappedMoE(MoEStages):
         shared_TD = getattr(self, self._shared)(hidden_TD)
         gate = getattr(self, SHARED_GATE, None)
         return shared_TD if gate is None else gate(hidden_TD).sigmoid() * shared_TD
+
+    def call_experts(self, dispatched: Dispatched) -> Tensor:
+        rows = dispatched.tokens_XD, dispatched.order, dispatched.weights_XK, dispatched.is_sorted
+        reason = why_summed(self.experts)
+        if reason is not None:
+            warnings.warn(f"{reason}: {SUMMED}", GraphWarning, stacklevel=2)
+            return self.experts(*rows)
+        return innermost(self.experts).with_lora(lora_of(self.experts), *rows)
 
     def _prepare(self, routed: Routed) -> PreparedRows:
         return PreparedRows(self.preprocess(routed), routed.hidden.dtype)

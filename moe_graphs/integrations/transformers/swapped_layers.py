@@ -6,6 +6,7 @@ Blocks are found by a table of the classes whose modeling files were read (trans
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.integrations.peft import SUMMED, innermost, why_summed, wrappers_around
 from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import is_swiglu
 from moe_graphs.integrations.transformers.swapped_block import (
@@ -97,12 +99,14 @@ def swap_moe_layers(model: nn.Module) -> Changes:
         if reason is not None:
             done.left("moe", kind, len(blocks), reason)
             continue
-        swaps = [_Swap(block, SwappedMoE(block, _config(block)), places[block]) for block in blocks]
+        swaps = [_swap(block, places[block]) for block in blocks]
         for swap in swaps:
             swap.do()
         note = "our stages, choice of experts and grouped GEMMs"
         done.changed("moe", kind, len(blocks), note, functools.partial(_undo, swaps))
-        done.watch(functools.partial(_own_choices, kind, [swap.swapped for swap in swaps]))
+        swapped = [swap.swapped for swap in swaps]
+        done.watch(functools.partial(_own_choices, kind, swapped))
+        done.watch(functools.partial(_summed_weights, kind, swapped))
     if not outcomes:
         done.left("moe", "none", 0, "the model has no blocks with experts")
     return done
@@ -110,24 +114,39 @@ def swap_moe_layers(model: nn.Module) -> Changes:
 
 @dataclass(frozen=True)
 class _Swap:
-    """``places``: each parent that has the block, and its name there."""
+    """A block and its replacement.
+
+    Attributes:
+        places: each parent that has the block, and its name there.
+        experts: the block's own experts, within PEFT's wrappers if there are some.
+    """
 
     block: Any
     swapped: SwappedMoE
     places: list[tuple[nn.Module, str]]
+    experts: Any
 
     def do(self) -> None:
+        wrappers = wrappers_around(self.block.experts)
+        if wrappers:  # PEFT's stay, around ours
+            wrappers[-1].base_layer = self.swapped.experts
+            self.swapped.experts = self.block.experts
         for parent, name in self.places:
             setattr(parent, name, self.swapped)
 
     def undo(self) -> None:
         """Puts the block back with the tensors of now, which ``model.to()`` may have replaced."""
-        block, swapped = self.block, self.swapped
+        block, swapped, experts = self.block, self.swapped, self.experts
         block._buffers.update(swapped._buffers)
-        parts = {name: part for name, part in swapped._modules.items() if name != "experts"}
-        block._modules.update(parts)  # a router may have been wrapped since
-        block.experts._parameters.update(swapped.experts._parameters)
-        block.training, block.experts.training = swapped.training, swapped.experts.training
+        ours, wrappers = innermost(swapped.experts), wrappers_around(swapped.experts)
+        experts._parameters.update(ours._parameters)
+        experts.training = ours.training
+        block._modules.update(swapped._modules)  # parts may have been wrapped since
+        if wrappers:
+            wrappers[-1].base_layer = experts
+        else:
+            block.experts = experts
+        block.training = swapped.training
         for parent, name in self.places:
             setattr(parent, name, block)
 
@@ -137,6 +156,26 @@ def _own_choices(kind: str, blocks: list[SwappedMoE]) -> list[Change]:
     reasons = Counter(reason for block in blocks if (reason := block.why_own()) is not None)
     note = "its own forward chooses experts"
     return [Change("moe", kind, n, False, f"{reason}: {note}") for reason, n in reasons.items()]
+
+
+def _summed_weights(kind: str, blocks: list[SwappedMoE]) -> list[Change]:
+    """Blocks whose LoRA on experts is computed by PEFT."""
+    found = Counter(reason for block in blocks if (reason := why_summed(block.experts)) is not None)
+    return [Change("moe", kind, n, False, f"{reason}: {SUMMED}") for reason, n in found.items()]
+
+
+def _swap(block: Any, places: list[tuple[nn.Module, str]]) -> _Swap:
+    bare = _without_wrappers(block)
+    return _Swap(block, SwappedMoE(bare, _config(bare)), places, bare.experts)
+
+
+def _without_wrappers(block: Any) -> Any:
+    """The block, or a shallow copy of it whose experts have no wrappers of PEFT around them."""
+    if not wrappers_around(block.experts):
+        return block
+    bare = copy.copy(block)
+    bare.__dict__["_modules"] = block._modules | {"experts": innermost(block.experts)}
+    return bare
 
 
 def _undo(swaps: list[_Swap]) -> None:
@@ -157,6 +196,7 @@ def _reason_to_leave(block: Any, tried: dict[Any, str | None]) -> str | None:
     """``tried``: what came out for blocks that differ in nothing but the values of weights."""
     if isinstance(block, SwappedMoE):
         return "are ours already"
+    block = _without_wrappers(block)
     if type(block).__name__ not in _KINDS:
         part = _unknown_part(block)
         return f"its class is not one that we have read: {part}{_conversion(block)}"

@@ -60,6 +60,10 @@ class LoRA(NamedTuple):
     a_EMr: Tensor
     b_ErN: Tensor
 
+    def transposed(self) -> LoRA:
+        """The factors beside the transposed weights."""
+        return LoRA(self.b_ErN.mT, self.a_EMr.mT)
+
 
 def routed_experts_with_lora(
     tokens_TD: Tensor,

@@ -1,0 +1,126 @@
+"""LoRA beside the experts' weights on a GPU: fp32 oracle, poisoned memory, replays, kept bytes.
+
+Shapes: T tokens, D model, F ffn, E experts, K top-k, r rank.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_routed_experts_gpu import BF16, ROUTINGS, D, E, F, T, padded, plain
+from torch import Tensor
+
+from kernel_check import error
+from moe_graphs.engine.autograd import SplitBackward
+from moe_graphs.kernels import RowOrder, route_rows
+from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
+from replays import check_replays
+
+pytestmark = pytest.mark.gpu
+NAMES = ("output", "tokens", "routing weights", "a1", "b1", "a2", "b2")
+RANKS = (4, 8, 16, 64, 128)
+
+
+def leaves(experts_TK: Tensor, rank: int = 16) -> list[Tensor]:
+    """Tokens and routing weights, fp32 factors, and two frozen weights."""
+    torch.manual_seed(0)
+    tokens, top_k = experts_TK.shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda") * shape[-2] ** -0.5
+
+    shapes = ((E, D, rank), (E, rank, 2 * F), (E, F, rank), (E, rank, D))
+    given = [torch.randn(tokens, D, device="cuda").to(BF16)]
+    given += [torch.rand(tokens, top_k, device="cuda"), *(normal(*shape) for shape in shapes)]
+    frozen = [normal(E, D, 2 * F).to(BF16), normal(E, F, D).to(BF16)]
+    return [*(each.requires_grad_() for each in given), *frozen]
+
+
+def ours(order: RowOrder, given: list[Tensor]) -> Tensor:
+    tokens, weights, a1, b1, a2, b2, w1, w2 = given
+    lora1, lora2 = LoRA(a1, b1), LoRA(a2, b2)
+    return routed_experts_with_lora(tokens, order, weights, w1, w2, lora1, lora2)
+
+
+def materialised(order: RowOrder, given: list[Tensor]) -> Tensor:
+    """The summed weights in the dtype of the frozen ones, as PEFT makes them."""
+    tokens, weights, a1, b1, a2, b2, w1, w2 = given
+    dtype = w1.dtype
+    w1, w2 = w1 + a1.to(dtype) @ b1.to(dtype), w2 + a2.to(dtype) @ b2.to(dtype)
+    return plain(order, tokens, weights, w1, w2)
+
+
+def results(run, order: RowOrder, given: list[Tensor], grad: Tensor) -> list[Tensor]:
+    out = run(order, given)
+    return [out.detach(), *torch.autograd.grad(out, given[:6], grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "no tokens"])
+def test_errors_are_no_worse_than_those_of_summed_weights(routing, rank):
+    experts_TK = ROUTINGS[routing]()
+    order, given = route_rows(experts_TK, E), leaves(experts_TK, rank)
+    grad = torch.randn(len(experts_TK), D, device="cuda").to(BF16)
+    exact = [x.detach().float().requires_grad_(x.requires_grad) for x in given]
+    found = results(ours, order, given, grad)
+    others, wants = (results(materialised, order, x, grad) for x in (given, exact))
+    for name, got, other, want in zip(NAMES, found, others, wants, strict=True):
+        assert got.dtype == other.dtype
+        allowed = 2 * error(other.float(), want) + 1e-6
+        assert error(got, want) <= allowed, f"{name}: {error(got, want)} of {allowed}"
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("routing", ["zipf", "empty experts", "few tokens"])
+def test_nothing_depends_on_memory_that_nobody_wrote(routing, gaps):
+    experts_TK = ROUTINGS[routing]()
+    order = padded(experts_TK, 1.1, 100) if gaps else route_rows(experts_TK, E)
+    given = leaves(experts_TK)
+    grad = torch.randn(len(experts_TK), D, device="cuda").to(BF16)
+    expected = results(ours, order, given, grad)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results(ours, order, given, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in found)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_replays_with_other_routings_bitwise():
+    ids = ROUTINGS["uniform"]()
+    given = leaves(ids)
+    grad = torch.randn(T, D, device="cuda").to(BF16)
+
+    def step() -> list[Tensor]:
+        return results(ours, route_rows(ids, E), given, grad)
+
+    def change() -> None:
+        names = ("zipf", "one takes all", "empty experts", "uniform")
+        ids.copy_(ROUTINGS[names[torch.randint(4, ()).item()]]())
+        given[0].detach().normal_()
+
+    check_replays(step, change)
+
+
+def test_split_backward_has_the_same_bits():
+    ids = ROUTINGS["zipf"]()
+    order, given = route_rows(ids, E), leaves(ids)
+    grad = torch.randn(T, D, device="cuda").to(BF16)
+    _, *whole = results(ours, order, given, grad)
+    split = SplitBackward([ours(order, given)], given[:2], given[2:6])
+    found = [*split.input_gradients([grad]), *split.parameter_gradients()]
+    assert all(map(torch.equal, found, whole))
+
+
+def test_no_summed_weight_is_made():
+    """A forward of these sizes takes less memory than a copy of the weights."""
+    ids = ROUTINGS["uniform"]()
+    order, given = route_rows(ids, E), leaves(ids)
+    ours(order, given)  # what lives on is made
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ours(order, given)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < sum(each.nbytes for each in given[6:])
