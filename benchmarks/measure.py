@@ -285,7 +285,7 @@ def _replay_ms(run: Run, repeats: int = 20) -> float | None:
     """Milliseconds of replays in the order of capture, on the data of the last step."""
     if run.graphs is None:
         return None
-    places = [place for place in run.graphs.captured.sites if place.forward is not None]
+    places = [place for place in run.graphs.captured.sites if place.has_forward]
     recorded = [p.forward for p in places] + [p.backward for p in reversed(places)]
     graphs = [each.graph for each in recorded if each is not None and each.graph is not None]
     laps = Laps(run.device)

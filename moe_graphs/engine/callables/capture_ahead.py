@@ -38,10 +38,11 @@ def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None
     for site, call in zip(slot.sites, calls, strict=True):
         _capture_forward(slot, site, call, recorder)
     for site, call in reversed(list(zip(slot.sites, calls, strict=True))):
-        if not site.planned.refused and any(site.forward.differentiable):
-            pairs = zip(site.forward.outputs, site.forward.differentiable, strict=True)
+        forward = site.forward
+        if not site.planned.refused and any(forward.differentiable):
+            pairs = zip(forward.outputs, forward.differentiable, strict=True)
             incoming = [_gradient(output, generator) for output, needed in pairs if needed]
-            random = recorder.backend.random_position() if site.forward.draws else None
+            random = recorder.backend.random_position() if forward.draws else None
             pending = PendingBackward(site, call.leaves, random)
             backwards.append(pending)
             with explaining_errors_of(site.name, "backward", recorder.backend):
@@ -58,8 +59,9 @@ def _capture(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None
 def _capture_forward(slot: Slot, site: CallSite, call: ScopeCall, recorder: Recorder) -> None:
     expected = recorder.record_forward(slot, site, call)
     try:
-        site.forward.graph.replay()
-        outputs = leaves_of_outputs(site.forward.output_leaves, site.forward.outputs, call.leaves)
+        forward = site.forward
+        forward.graph.replay()
+        outputs = leaves_of_outputs(forward.output_leaves, forward.outputs, call.leaves)
         difference = recorder.verification.difference_of_forward(site, call, expected, outputs)
         if difference is not None:
             site.planned.differs(difference)

@@ -89,7 +89,7 @@ class AuditedCall:
         self._recorder, self.slot, self.site = recorder, slot, site
         self._scope, self._leaves = scope, leaves
         self._audit: CallAudit = site.audit
-        self._origins: Origins | None = Origins(by_address=True)
+        self._origins: Origins | None = None
         self._open: OpenCall | None = None
         self._has_passed = False
 
@@ -124,10 +124,12 @@ class AuditedCall:
             first = call.signature.first[number]
             if isinstance(leaf, Tensor) and not leaf.requires_grad and first not in call.leased:
                 own[number] = leaf  # the caller's own object, which the Python may know
+        origins = Origins(by_address=True)
         for number in forward.loaded:
-            self._origins.stands_in(own[number], forward.inputs[number])
+            origins.stands_in(own[number], forward.inputs[number])
         aliases = recorder.trials.aliases(call)
-        comparison = Comparison(self._audit.forward, self._origins, self._named)
+        comparison = Comparison(self._audit.forward, origins, self._named)
+        self._origins = origins
         recomputes = site.planned.recomputes
         saved = (
             Recomputed(recorder.backend, aliases, set(), site.planned.use_reentrant)
@@ -153,27 +155,28 @@ class AuditedCall:
         listed = ran.listed(open)
         self._compare(comparison, structure, of_leaves, listed, exit)
         self._open = open if any(forward.differentiable) or open.outputs else None
-        self._has_passed = comparison.difference is None
-        if self._has_passed:
+        difference = comparison.difference
+        self._has_passed = difference is None
+        if difference is None:
             for static, value in zip(forward.outputs, produced, strict=True):
                 copy_to(target_of(unwrap(static)), unwrap(value.detach()))
         pending.versions = list(map(versions_of, forward.saved))
         constants = [i for i, each in enumerate(produced) if not each.requires_grad]
         inputs = [self._leaves[each] if isinstance(each, int) else each for each in listed]
         given = _Audited.apply(self, pending, constants, produced, *inputs)
-        if self._has_passed:
+        if difference is None:
             site.note_handed(given)
             if not any(each.requires_grad for each in given):
                 self._passed()  # no backward is to come
         else:
             self.slot.cancel(pending)  # nothing of this call lies in static memory
-            self._differs(comparison.difference)
+            self._differs(difference)
         leaves, self._leaves = self._leaves, ()  # the caller may free its inputs
         return exit, structure, leaves_of_outputs(of_leaves, given, leaves)
 
     def _call(self, arguments: Call) -> ScopeCall:
         """The call. Inputs that lie on the memory of others are copied, as in static memory."""
-        signature, copied = self.site.planned.signature, set()
+        signature, copied = self.site.planned.signature, set[int]()
         seen = set(map(storage_of, self._recorder.trials.known()))
         for number in self.site.forward.loaded:
             storage = storage_of(self._leaves[number])
@@ -242,15 +245,15 @@ class AuditedCall:
         incoming = apart(gradients)
         run = BackwardRun(open, incoming, split=False)
         keeps = keeps_graph()
-        comparison, layouts = None, layouts_of(incoming)
+        comparison: Comparison | None = None
+        layouts = layouts_of(incoming)
         is_captured = (
-            stream is not None
-            and self.site.backward is not None
+            self.site.backward is not None
             and layouts == self.site.backward.layouts
             and self.slot.unreplayable(pending, layouts) is None
         )
         origins, self._origins = self._origins, None  # for the first backward only
-        if self._has_passed and is_captured and origins is not None:
+        if self._has_passed and is_captured and origins is not None and stream is not None:
             origins.go_on_in_backward(run.incoming)
             comparison = Comparison(stream, origins, self._named)
         with comparison or contextlib.nullcontext():

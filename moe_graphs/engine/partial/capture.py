@@ -34,7 +34,6 @@ from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.recording import (
     BackwardRun,
     OpenCall,
-    OutputLeaf,
     Recomputed,
     RecordedBackward,
     RecordedForward,
@@ -48,6 +47,7 @@ from moe_graphs.engine.partial.verify import Expected, SideEffects, Verification
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import (
     Mismatch,
+    OutputLeaf,
     TensorSpec,
     as_leaf,
     copy_to,
@@ -61,6 +61,14 @@ from moe_graphs.engine.tensors import (
 from moe_graphs.engine.tracing import Operations, address, differing_op
 from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.errors import CaptureError
+
+# ``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``
+_OfUses = tuple[
+    tuple[int, ...],
+    tuple[int | Tensor, ...],
+    tuple[Tensor | None, ...],
+    tuple[BufferLease | None, ...],
+]
 
 
 class Recorder:
@@ -243,8 +251,8 @@ class Recorder:
         captured, if it is time to.
         """
         site = pending.site
-        run = BackwardRun(site.open, incoming, self.split)
-        site.run = run
+        assert site.open is not None
+        site.run = run = BackwardRun(site.open, incoming, self.split)
 
         def eagerly() -> list[Tensor | None]:
             if not site.planned.backward_runs_once:
@@ -269,7 +277,7 @@ class Recorder:
                 with effects.once(), Snapshot(guards=[guards]):
                     again = self._again(slot, site, eagerly, effects)
                     if site.open is not None:
-                        self._record(slot, pending, eager, again, conditions, effects)
+                        self._record(slot, pending, run, eager, again, conditions, effects)
                     guards.check_unchanged()
         return dict(zip(run.first_uses, eager, strict=True))
 
@@ -318,16 +326,17 @@ class Recorder:
         """Runs and captures the second part of a split backward: gradients per parameter use."""
         site = pending.site
         effects = SideEffects(self.backend)
+        run, first = site.run, site.backward
+        assert run is not None
         with self.backend.on_stream(), effects.seen():
-            eager = site.run.second_part()
-        wanted = site.backward is not None and site.weights is None
-        if wanted and self._may_record(slot, site):
+            eager = run.second_part()
+        if first is not None and site.weights is None and self._may_record(slot, site):
             with (
                 self._failing(slot, site),
                 explaining_errors_of(site.name, "backward", self.backend),
             ):
                 with effects.once():
-                    self._record_weights(slot, pending, eager, effects)
+                    self._record_weights(slot, pending, run, first, eager, effects)
         return eager
 
     def _may_record(self, slot: Slot, site: CallSite) -> bool:
@@ -351,36 +360,39 @@ class Recorder:
         self,
         slot: Slot,
         pending: PendingBackward,
+        run: BackwardRun,
         eager: Sequence[Tensor | None],
         again: Sequence[Tensor | None] | None,
         conditions: ReplayConditions,
         effects: SideEffects,
     ) -> None:
-        site, run = pending.site, pending.site.run
+        site = pending.site
         with site.planned.ranks.together():
-            self._record_backward(slot, site, conditions)
+            self._record_backward(slot, site, run, conditions)
         for recorded in (site.first, site.backward):  # in the order of their captures
             if recorded is not None and site.planned.refused is None:
                 self.verification.backward(pending, run.given, recorded, eager, again, effects)
 
-    def _record_backward(self, slot: Slot, site: CallSite, conditions: ReplayConditions) -> None:
-        run = site.run
-        static = self._static_incoming(run.incoming)
+    def _record_backward(
+        self, slot: Slot, site: CallSite, run: BackwardRun, conditions: ReplayConditions
+    ) -> None:
+        audit, static = site.audit, self._static_incoming(run.incoming)
         targets = tuple(map(target_of, static))
         for target, gradient in zip(targets, run.incoming, strict=True):
             copy_to(target, gradient)
-        if site.audit is not None:
-            site.audit.origins.go_on_in_backward(static)
+        origins = None if audit is None else audit.origins
+        if origins is not None:
+            origins.go_on_in_backward(static)
 
         def recorded(pool: Any, *, last: bool, copies: str | None) -> RecordedBackward:
             graph, made = None, Allocations()
             if run.first_uses:
-                operations = Operations(site.audit.origins if site.audit and last else None)
+                operations = Operations(origins if last else None)
                 with self.backend.record(pool) as graphs, made, operations:
                     gradients = run.first_part(static, last=last)
                 (graph,) = graphs
-                if operations.origins is not None:
-                    site.audit.backward = Stream.of(operations, gradients)
+                if audit is not None and operations.origins is not None:
+                    audit.backward = Stream.of(operations, gradients)
             else:
                 gradients = run.first_part(static)
             of_uses = self._by_use(slot, site, run.first_uses, gradients, made, copies)
@@ -396,44 +408,36 @@ class Recorder:
                 run.close()
                 site.open = site.run = None
         site.first, site.backward = first, backward
-        if site.audit is not None:
-            site.audit.origins = None
+        if audit is not None:
+            audit.origins = None
         slot.backward_recorded(site)
 
     def _record_weights(
         self,
         slot: Slot,
         pending: PendingBackward,
+        run: BackwardRun,
+        first: RecordedBackward,
         eager: Sequence[Tensor | None],
         effects: SideEffects,
     ) -> None:
-        site = pending.site
-        run, first, again = site.run, site.backward, None
+        site, again = pending.site, None
         if self.verify:
             effects.again()
             with self.backend.on_stream():
                 again = run.second_part()
-        graph, gradients = None, []
+        graph: Graph | None = None
+        gradients: list[Tensor | None] = []
         if run.second_uses:
             pool = slot.pool_of_weights
             with references_of_the_engine(slot.leases()), self.backend.record(pool) as graphs:
                 gradients = run.second_part()
             (graph,) = graphs
-        site.weights = RecordedBackward(
-            graph,
-            first.conditions,
-            first.layouts,
-            (),
-            *self._by_use(
-                slot,
-                site,
-                run.second_uses,
-                gradients,
-                Allocations(),
-                site.planned.copies_gradients,
-            ),
-        )
-        self.verification.backward(pending, run.given, site.weights, eager, again, effects)
+        copies = site.planned.copies_gradients
+        of_uses = self._by_use(slot, site, run.second_uses, gradients, Allocations(), copies)
+        weights = RecordedBackward(graph, first.conditions, first.layouts, (), *of_uses)
+        site.weights = weights
+        self.verification.backward(pending, run.given, weights, eager, again, effects)
 
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if self.split:  # the weights' part needs them, too
@@ -457,7 +461,7 @@ class Recorder:
         gradients: Sequence[Tensor | None],
         made: Allocations,
         copies: str | None,
-    ) -> tuple[tuple, ...]:
+    ) -> _OfUses:
         """``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``.
 
         ``copies`` is the reason why no gradient stays in place, or None.
@@ -474,9 +478,10 @@ class Recorder:
             if kept is not None and reason is not None:
                 kept = self.backend.borrow(kept)
             static.append(kept)
-            is_leased = isinstance(each, Tensor) and kept is not None
-            lease = BufferLease(kept, parameter=each, reason=reason) if is_leased else None
-            leases.append(lease)
+            if isinstance(each, Tensor) and kept is not None:
+                leases.append(BufferLease(kept, parameter=each, reason=reason))
+            else:
+                leases.append(None)
         return uses, listed, tuple(static), tuple(leases)
 
 
@@ -486,7 +491,7 @@ def _check_used_once(slot: Slot, recorded: RecordedForward) -> None:
     Raises:
         CaptureError: if one does.
     """
-    others = (site.forward.parameters for site in slot.sites if site.forward is not None)
+    others = (site.forward.parameters for site in slot.sites if site.has_forward)
     used = {id(parameter) for parameters in others for parameter in parameters}
     if any(id(parameter) in used for parameter in recorded.parameters):
         raise CaptureError(
@@ -570,7 +575,8 @@ class CapturedForward:
         return tuple(self._listed(open, use) for use in open.uses.of)
 
     def _sources(self, eager: Sequence[Any]) -> tuple[tuple[OutputLeaf, ...], list[Tensor]]:
-        leaves, outputs = [], {}
+        leaves: list[OutputLeaf] = []
+        outputs: dict[int, tuple[int, Tensor]] = {}
         for leaf, before in zip(self._flat, eager, strict=True):
             original = self._original(leaf) if isinstance(leaf, Tensor) else leaf
             if id(leaf) in self._numbers:

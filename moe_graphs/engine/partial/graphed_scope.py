@@ -69,7 +69,7 @@ class Captured:
         return sum(slot.abandoned for slot in self.slots)
 
     def static_tensors(self) -> list[Tensor]:
-        recorded = (site.forward for site in self.sites if site.forward is not None)
+        recorded = (site.forward for site in self.sites if site.has_forward)
         own = (tensor for forward in recorded for tensor in forward.static_tensors())
         return [*self.recorder.shared.values(), *own]
 
@@ -205,7 +205,7 @@ class GraphedScope:
             reason = reason if reason == "recompute" else cause
         if reason is not None:
             self.eager_calls[reason] += 1
-            self.graphs.fallbacks.ran_eagerly(self._name, cause)
+            self.graphs.fallbacks.ran_eagerly(self._name, cause or reason)
             if self.use_reentrant is not None and reason_to_run_eagerly() is None:
                 whole = functools.partial(self.scope.forward, **kwargs)
                 return checkpoint(whole, *args, use_reentrant=self.use_reentrant)
@@ -275,11 +275,15 @@ class GraphedScope:
             return self._mismatched(_OTHER_CHECKPOINTING, inputs, call)
         leaves, structure = flatten(planned)
         mismatch = slot.mismatch(site, structure, leaves)
-        if site.forward is None and slot.is_to_record(site):
+        produced: list[Any] = []
+        if slot.is_to_record(site):
             mismatch = captured.recorder.mismatch(site, mismatch)
-        if mismatch is None and site.forward is None:
-            produced = self._first_replay(captured.recorder, slot, site, leaves, call)
-            mismatch = produced if isinstance(produced, Mismatch) else None
+        if mismatch is None and not site.has_forward:
+            first = self._first_replay(captured.recorder, slot, site, leaves, call)
+            if isinstance(first, Mismatch):
+                mismatch = first
+            else:
+                produced = first
         elif mismatch is None:
             if site.replayed >= site.audit_due and is_due(captured.recorder, slot, site):
                 audited = AuditedCall(captured.recorder, slot, site, self.scope, leaves)
@@ -291,7 +295,8 @@ class GraphedScope:
             slot.skip(site)
             others = slot.mismatches(site, structure, leaves)
             return self._mismatched(mismatch, inputs, call, others)
-        outputs, exit = site.forward.build_outputs(produced), site.forward.exit
+        forward = site.forward
+        outputs, exit = forward.build_outputs(produced), forward.exit
         if type(outputs) is Left:
             outputs = self.scope.assigned.take(outputs)
         return outputs if exit is None else self.scope.epilogue(outputs, exit, call)
@@ -315,8 +320,7 @@ class GraphedScope:
         if difference is None:
             return produced
         slot.cancel(pending)
-        site.planned.differs(difference)
-        return site.planned.refused
+        return site.planned.differs(difference)
 
     def _mismatched(
         self, mismatch: Mismatch, inputs: Any, call: Call, others: Iterable[Mismatch] = ()
@@ -370,7 +374,7 @@ def report_of(
         backend=backend.name,
         state=state,
         scopes=of_scopes,
-        captured=sum(site.forward is not None for site in sites),
+        captured=sum(site.has_forward for site in sites),
         replayed=sum(scope.replayed for scope in of_scopes),
         audited=sum(scope.audited for scope in of_scopes),
         eager_calls=dict(eager_calls),
@@ -392,9 +396,10 @@ def _report_scope(
 ) -> ScopeReport:
     own_name = f"scope {graphed.scope.name!r}"
     of_scope = [site for site in sites if site.name == graphed.scope.name]
-    own = [site for site in of_scope if site.forward is not None]
+    own = [site for site in of_scope if site.has_forward]
     planned = {id(site.planned): site.planned for site in of_scope}.values()
-    counts = [graph.kernels for site in own for graph in site.graphs()]
+    graphs = [graph for site in own for graph in site.graphs()]
+    counts = [graph.kernels for graph in graphs if graph.kernels is not None]
     exits = [site.forward.exit.reason for site in own if site.forward.exit is not None]
     backwards: Counter[str] = Counter()
     for call in planned:
@@ -407,7 +412,7 @@ def _report_scope(
         forward_graphs=len(own),
         backward_graphs=sum(p.backward is not None and p.backward.graph is not None for p in own),
         weight_graphs=sum(p.weights is not None and p.weights.graph is not None for p in own),
-        kernels=None if None in counts else sum(counts),
+        kernels=sum(counts) if len(counts) == len(graphs) else None,
         static_bytes=sum(tensor.nbytes for tensor in statics),
         boundary_bytes=sum(t.nbytes for site in own for t in site.forward.outputs),
         replayed=sum(site.replayed for site in own),

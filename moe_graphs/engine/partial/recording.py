@@ -149,8 +149,8 @@ class Launch:
 
     def without(self, uses: Collection[int]) -> Launch:
         kept = [use not in uses for use in self.uses]
-        columns = (self.uses, self.likes, self.gradients)
-        return Launch(*(list(compress(column, kept)) for column in columns))
+        likes, gradients = compress(self.likes, kept), compress(self.gradients, kept)
+        return Launch(list(compress(self.uses, kept)), list(likes), list(gradients))
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,11 @@ class RecordedBackward:
     @cached_property
     def of_parameters(self) -> list[tuple[int, Tensor, BufferLease]]:
         """Uses, parameters and the leases of their gradients."""
-        rows = zip(self.uses, self.listed, self.leases, strict=True)
-        return [row for row in rows if row[2] is not None]
+        return [
+            (use, parameter, lease)
+            for use, parameter, lease in zip(self.uses, self.listed, self.leases, strict=True)
+            if lease is not None and isinstance(parameter, Tensor)
+        ]
 
     @cached_property
     def parameters(self) -> list[Tensor]:
@@ -436,7 +439,8 @@ class BackwardRun:
         used = [(o, g) for o, g in zip(open.outputs, given, strict=True) if g is not None]
         outputs, self.incoming = ([pair[i] for pair in used] for i in range(2))
         self.given, self.layouts = tuple(given), layouts_of(given)
-        self._open, self._outputs = open, outputs
+        self._open: OpenCall | None = open
+        self._outputs = outputs
         self._leaves = [*open.inputs, *open.parameters]
         count = len(open.inputs)
         of_inputs = tuple(n for n, leaf in enumerate(open.uses.of) if leaf < count)
@@ -453,11 +457,12 @@ class BackwardRun:
         ``random`` is the random position from which a forward that runs again draws; None outside
         of eager runs.
         """
-        uses = self._open.uses
+        assert self._open is not None, "its autograd graph is freed"
+        uses, recomputed = self._open.uses, self._open.recomputed
         if not self._outputs:
             return [None] * len(self.first_uses)
-        if self._open.recomputed is not None:
-            with self._open.recomputed.drawing_from(random):
+        if recomputed is not None:
+            with recomputed.drawing_from(random):
                 return uses.gradients(self._outputs, incoming, retain_graph=not last)
         if self._split is None:
             return uses.gradients(self._outputs, incoming, retain_graph=not last)
@@ -474,6 +479,7 @@ class BackwardRun:
 
     def second_part(self) -> list[Tensor | None]:
         """Runs the second part, which goes on from the last run of the first part."""
+        assert self._open is not None and self._split is not None, "its autograd graph is freed"
         if not self._outputs:
             return [None] * len(self.second_uses)
         uses = self._open.uses

@@ -215,19 +215,19 @@ class Replay(torch.autograd.Function):
         leaves: Sequence[Any],
         *listed: Tensor,
     ) -> tuple[Tensor, ...]:
-        site = pending.site
+        site, forward = pending.site, pending.site.forward
         site.load(leaves)
-        site.forward.graph.replay()
+        forward.graph.replay()
         site.replayed += 1
         # A replay changes these tensors unseen by autograd: an older autograd graph must notice.
-        if site.forward.written:
-            torch.autograd.graph.increment_version(site.forward.written)
-        pending.versions = list(map(versions_of, site.forward.saved))
-        if site.forward.scales is not None:
+        if forward.written:
+            torch.autograd.graph.increment_version(forward.written)
+        pending.versions = list(map(versions_of, forward.saved))
+        if forward.scales is not None:
             pending.is_first_in_fp8 = fp8.claim_first()
         outputs = site.hand_out()
-        if site.forward.constant_outputs:
-            ctx.mark_non_differentiable(*map(outputs.__getitem__, site.forward.constant_outputs))
+        if forward.constant_outputs:
+            ctx.mark_non_differentiable(*map(outputs.__getitem__, forward.constant_outputs))
         ctx.set_materialize_grads(False)
         ctx.parts = slot, pending, recorder, delayed
         return tuple(outputs)
@@ -276,7 +276,8 @@ class _Nodes:
     """The node that gets the gradient, per use. Autograd is asked only when it is needed."""
 
     def __init__(self, ctx: Any) -> None:
-        self._ctx, self._found = ctx, None
+        self._ctx = ctx
+        self._found: list[Node | None] | None = None
 
     def __call__(self) -> Sequence[Node | None]:
         if self._found is None:
@@ -302,24 +303,24 @@ def replay(
     leaves: Sequence[Any],
 ) -> list[Any]:
     """Replays the forward on the leaves of a call; returns the leaves of the outputs."""
-    site = pending.site
+    site, forward = pending.site, pending.site.forward
     listed = []
-    for each in site.forward.listed:
+    for each in forward.listed:
         listed.append(leaves[each] if isinstance(each, int) else each)
     produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
     site.note_handed(produced)
-    return leaves_of_outputs(site.forward.output_leaves, produced, leaves)
+    return leaves_of_outputs(forward.output_leaves, produced, leaves)
 
 
 def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:
-    listed = pending.site.forward.listed
-    uses = [use for use, each in enumerate(listed) if isinstance(each, Tensor)]
+    listed = enumerate(pending.site.forward.listed)
+    parameters = {use: each for use, each in listed if isinstance(each, Tensor)}
 
     def compute() -> list[Tensor | None]:
         gradients = _weights_part(slot, pending, recorder, None)
-        return [gradients.get(use) for use in uses]
+        return [gradients.get(use) for use in parameters]
 
-    return WeightsPart([listed[use] for use in uses], compute)
+    return WeightsPart(list(parameters.values()), compute)
 
 
 def _weights_part(
@@ -334,6 +335,7 @@ def _weights_part(
     if pending.weight_gradients is not None:
         return pending.weight_gradients
     if site.weights is None:
+        assert site.run is not None
         second_uses = site.run.second_uses  # a failed capture drops the run
         gradients = recorder.backward_of_weights(slot, pending)
         return dict(zip(second_uses, gradients, strict=True))
@@ -368,15 +370,22 @@ def _first_part(
         return results
     site.planned.ran_backward_eagerly(reason)
     gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
-    if reason == "other_layout" and _fits(site, incoming) and slot.reclaim_added():
+    backward, forward = site.backward, site.forward
+    has_other_layout = reason == "other_layout" and not forward.is_split
+    if (
+        has_other_layout
+        and backward is not None
+        and _fits(backward, incoming)
+        and slot.reclaim_added()
+    ):
         slot.backward_done(pending, replayed=True)
-        _copy_in(site, incoming)
-        if recorder.verification.agrees(pending, gradients):
+        _copy_in(backward, incoming)
+        if recorder.verification.agrees(pending, backward, gradients):
             site.verified_layouts.add(layouts_of(incoming))
         return gradients
     slot.backward_done(pending, replayed=False)
-    if site.forward.is_split:
-        is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(site.forward.listed)}
+    if forward.is_split:
+        is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(forward.listed)}
         pending.weight_gradients = {n: g for n, g in gradients.items() if is_parameter[n]}
         return {n: g for n, g in gradients.items() if not is_parameter[n]}
     return gradients
@@ -391,7 +400,7 @@ def _replayed(
 ) -> dict[int, Tensor | None]:
     site = pending.site
     recorded = slot.backward_to_replay(site)
-    _copy_in(site, incoming)
+    _copy_in(recorded, incoming)
     if recorded.anew is not None:
         recorded.replay(recorder.backend, pending.random)
     elif recorded.graph is not None:
@@ -399,16 +408,15 @@ def _replayed(
     return outgoing(slot, site, recorded, nodes)
 
 
-def _fits(site: CallSite, incoming: Sequence[Tensor | None]) -> bool:
+def _fits(recorded: RecordedBackward, incoming: Sequence[Tensor | None]) -> bool:
     """Whether static memory can hold the gradients; static memory of expanded ones is smaller."""
     given = [gradient for gradient in incoming if gradient is not None]
-    pairs = zip(site.backward.targets, given, strict=True)
-    return not site.forward.is_split and all(t.shape == g.shape for t, g in pairs)
+    return all(t.shape == g.shape for t, g in zip(recorded.targets, given, strict=True))
 
 
-def _copy_in(site: CallSite, incoming: Sequence[Tensor | None]) -> None:
+def _copy_in(recorded: RecordedBackward, incoming: Sequence[Tensor | None]) -> None:
     given = [gradient for gradient in incoming if gradient is not None]
-    for target, gradient in zip(site.backward.targets, given, strict=True):
+    for target, gradient in zip(recorded.targets, given, strict=True):
         copy_to(target, gradient)
 
 

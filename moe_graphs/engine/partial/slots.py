@@ -31,7 +31,7 @@ for a backward.
 | state of a call site | its next forward | where it writes |
 |---|---|---|
 | to be captured: the slot is not closed | is captured, on all ranks together | ``Slot.pool`` |
-| recorded: it has a ``forward`` | is replayed | ``forward.outputs``, once they are reclaimed |
+| recorded: it ``has_forward`` | is replayed | ``forward.outputs``, once they are reclaimed |
 | left out: the slot is closed | runs eagerly (`not_captured`) | memory of the caller |
 | refused: ``planned.refused`` | runs eagerly, by that reason | memory of the caller |
 
@@ -128,11 +128,12 @@ class PlannedCall:
         self.eager_backwards[reason] += 1
         self.fallbacks.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
 
-    def differs(self, difference: Difference) -> None:
+    def differs(self, difference: Difference) -> Mismatch:
         """Turns replays of the call off, because they do not compute what eager computes."""
         message = f"its replay differs from eager: {difference}"
-        self.refused = Mismatch("differs_from_eager", message)
+        self.refused = refused = Mismatch("differs_from_eager", message)
         warn(f"scope {self.scope.name!r} stays eager: {message}")
+        return refused
 
 
 class CallSite:
@@ -158,7 +159,7 @@ class CallSite:
         self.clear()
 
     def clear(self) -> None:
-        self.forward: RecordedForward | None = None
+        self._forward: RecordedForward | None = None
         self.backward: RecordedBackward | None = None
         self.first: RecordedBackward | None = None
         self.weights: RecordedBackward | None = None
@@ -178,10 +179,21 @@ class CallSite:
         return self.planned.scope.name
 
     @property
+    def has_forward(self) -> bool:
+        """Whether its forward is recorded."""
+        return self._forward is not None
+
+    @property
+    def forward(self) -> RecordedForward:
+        """The recording of its forward; only for call sites that have one."""
+        assert self._forward is not None, f"the forward of {self.name!r} is not recorded"
+        return self._forward
+
+    @property
     def is_recorded(self) -> bool:
         """Whether everything that its replays need is recorded."""
-        if self.forward is None or not any(self.forward.differentiable):
-            return self.forward is not None
+        if not self.has_forward or not any(self.forward.differentiable):
+            return self.has_forward
         has_weights = self.weights is not None or not self.forward.is_split
         return self.backward is not None and has_weights
 
@@ -189,15 +201,16 @@ class CallSite:
         """The names of inputs that require a gradient and get none."""
         if self.backward is None:
             return []
+        forward = self.forward
         got = {
-            self.forward.listed[use]
+            forward.listed[use]
             for use, gradient in zip(self.backward.uses, self.backward.gradients, strict=True)
-            if gradient is not None and isinstance(self.forward.listed[use], int)
+            if gradient is not None and isinstance(forward.listed[use], int)
         }
         return [
-            self.forward.signature.leaves[i].name
-            for i in self.forward.loaded
-            if self.forward.inputs[i].requires_grad and i not in got
+            forward.signature.leaves[i].name
+            for i in forward.loaded
+            if forward.inputs[i].requires_grad and i not in got
         ]
 
     def gradient_leases(self) -> list[BufferLease]:
@@ -206,7 +219,7 @@ class CallSite:
         return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
 
     def graphs(self) -> list[Graph]:
-        recorded = (self.forward, self.backward, self.first, self.weights)
+        recorded = (self._forward, self.backward, self.first, self.weights)
         return [each.graph for each in recorded if each is not None and each.graph is not None]
 
     def opened(
@@ -223,7 +236,7 @@ class CallSite:
                 and the number of the output.
             owned: addresses of the model's own memory. An output that lies there is not leased.
         """
-        self.forward, self.open, self.sources = forward, open, sources
+        self._forward, self.open, self.sources = forward, open, sources
         on_storage: dict[int, list[int]] = {}
         for index, output in enumerate(forward.outputs):
             storage = output.untyped_storage()
@@ -322,9 +335,9 @@ class PendingBackward:
         self.is_done = self.cancelled = False
         self.weights = "pending" if site.forward.is_split else "with_backward"
         self.random = random
-        self.weight_gradients: list[Tensor | None] | None = None
-        self._gradients: list[weakref.ref | None] = []
-        self._inputs: list[tuple[weakref.ref, int]] = []
+        self.weight_gradients: dict[int, Tensor | None] | None = None
+        self._gradients: list[weakref.ref[Tensor] | None] = []
+        self._inputs: list[tuple[weakref.ref[Tensor], int]] = []
         for index in site.forward.saved_inputs:
             self._inputs.append((weakref.ref(leaves[index]), leaves[index]._version))
         self.versions: list[int] = []
@@ -453,7 +466,7 @@ class Slot:
         return (
             not self.is_closed
             and self._backwards == 0
-            and all(each.forward is not None or each.planned.refused for each in earlier)
+            and all(each.has_forward or each.planned.refused for each in earlier)
         )
 
     def may_record_backward(self) -> bool:
@@ -462,7 +475,7 @@ class Slot:
         Memory of the forwards lies in the pool before that of the backwards.
         """
         complete = not self.is_closed and all(
-            site.forward is not None or site.planned.refused for site in self.sites
+            site.has_forward or site.planned.refused for site in self.sites
         )
         if complete and self._shared is not None:
             self._shared.begin()
@@ -491,7 +504,7 @@ class Slot:
 
     def uses_again(self, parameter: Tensor) -> str | None:
         """The reason to copy all gradients of a parameter: autograd adds several of them up."""
-        forwards = (site.forward for site in self.sites if site.forward is not None)
+        forwards = (site.forward for site in self.sites if site.has_forward)
         uses = sum(each is parameter for forward in forwards for each in forward.listed)
         return "used_twice" if uses > 1 else None
 
@@ -515,12 +528,12 @@ class Slot:
 
     def is_to_record(self, site: CallSite) -> bool:
         """Whether the next call at the call site may be the one that is captured."""
-        return site.forward is None and not self.is_closed and not site.planned.refused
+        return not (site.has_forward or self.is_closed or site.planned.refused)
 
     def mismatch(self, site: CallSite, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
         """The reason why this call cannot be replayed now, or None. Makes room for its outputs."""
         first = next(self.mismatches(site, structure, leaves), None)
-        if first is not None or site.forward is None:
+        if first is not None or not site.has_forward:
             return first
         return self._make_room(site, leaves)
 
@@ -531,14 +544,15 @@ class Slot:
         if site.planned.refused is not None:
             yield site.planned.refused
         yield from site.planned.signature.mismatches(structure, leaves)
-        if site.forward is not None:
-            for check in site.forward.conditions.checks:
+        if site.has_forward:
+            forward = site.forward
+            for check in forward.conditions.checks:
                 if (found := check()) is not None:
                     yield found
-            asked_for = site.forward.conditions.guards.asked_for
-            if site.forward.written or asked_for:
+            asked_for = forward.conditions.guards.asked_for
+            if forward.written or asked_for:
                 names = [spec.name for spec in site.planned.signature.leaves]
-                found = mismatch_of_memory(names, leaves, site.forward.written, asked_for)
+                found = mismatch_of_memory(names, leaves, forward.written, asked_for)
                 if found is not None:
                     yield found
         elif not self.may_record(site):
@@ -659,8 +673,11 @@ class Slot:
         If no ``.grad`` exists and nobody holds the memory where gradients of first microbatches
         stay, it is the recording for a first microbatch.
         """
-        is_first = site.first is not None and site.first.finds_no_gradient()
-        return site.first if is_first and self.reclaim_in_place(site) else site.backward
+        first = site.first
+        if first is not None and first.finds_no_gradient() and self.reclaim_in_place(site):
+            return first
+        assert site.backward is not None
+        return site.backward
 
     def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
         """Notes that a backward has run, or is about to be replayed."""
@@ -699,7 +716,7 @@ class Slot:
         self._clock = -1
         for lease in self.in_place:
             lease.note_grad()
-        begun = any(site.forward is not None for site in self.sites)
+        begun = any(site.has_forward for site in self.sites)
         if not self.is_closed and (begun or all(site.planned.refused for site in self.sites)):
             self._close_or_begin_anew()
 
@@ -730,7 +747,7 @@ class Slot:
         Raises:
             GraphError: if the graphs are released, or the backward's step has ended.
         """
-        if pending.site.forward is None:
+        if not pending.site.has_forward:
             raise GraphError(
                 f"scope {pending.site.name!r}: its graphs were released before this backward"
             )
@@ -760,15 +777,17 @@ class Chunk:
         The call belongs to the microbatch whose forward is running, or it starts the next
         microbatch in a free slot.
         """
-        site = self._current.next_site(scope) if self._current is not None else None
-        if site is None:
-            free = [slot for slot in self.slots if not slot.in_flight()]
-            self._current = min(free, key=Slot.retains, default=None)
-            if self._current is None:
+        slot = self._current
+        site = None if slot is None else slot.next_site(scope)
+        if slot is None or site is None:
+            free = [each for each in self.slots if not each.in_flight()]
+            slot = self._current = min(free, key=Slot.retains, default=None)
+            if slot is None:
                 return self._full()
-            self._current.begin()
-            site = self._current.next_site(scope)
-        return self._current, site
+            slot.begin()
+            site = slot.next_site(scope)
+            assert site is not None, f"a slot without a call of {scope!r}"
+        return slot, site
 
     def _full(self) -> Mismatch:
         """The mismatch of a microbatch that found no slot; all of its calls run eagerly."""

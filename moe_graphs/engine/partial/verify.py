@@ -91,31 +91,33 @@ def _outputs(site: CallSite, outputs: object) -> tuple[list[Tensor], list[Tensor
         GraphError: if the capture returned one tensor where this forward returns several.
     """
     found: dict[int, Tensor] = {}
-    for leaf, output in zip(site.forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
+    forward = site.forward
+    for leaf, output in zip(forward.output_leaves, pytree.tree_leaves(outputs), strict=True):
         if leaf.source == "graph" and found.setdefault(leaf.value, output) is not output:
             raise GraphError(
                 f"scope {site.name!r}: its forward, computed anew, does something else"
             )
-    made = [found[number] for number in range(len(site.forward.outputs))]
-    needed = zip(made, site.forward.differentiable, strict=True)
+    made = [found[number] for number in range(len(forward.outputs))]
+    needed = zip(made, forward.differentiable, strict=True)
     return [output for output, differentiable in needed if differentiable], made
 
 
 def _gradients(
     site: CallSite,
     aliases: ParameterAliases,
-    inputs: Sequence[object],
+    inputs: Sequence[Any],
     live: Sequence[Tensor],
     incoming: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     leaves: dict[int, Tensor] = {}
-    for each in site.forward.listed:
+    listed = site.forward.listed
+    for each in listed:
         leaf = inputs[each] if isinstance(each, int) else aliases.alias_of(each)
         leaves[id(leaf)] = leaf
-    count = len({each for each in site.forward.listed if isinstance(each, int)})
+    count = len({each for each in listed if isinstance(each, int)})
     together = count if site.planned.use_reentrant else 0
     uses = LeafUses(live, list(leaves.values()), together)
-    if len(uses.of) != len(site.forward.listed):
+    if len(uses.of) != len(listed):
         raise GraphError(f"scope {site.name!r}: its forward, computed anew, does something else")
     used = [(o, g) for o, g in zip(live, incoming, strict=True) if g is not None]
     if not used:
@@ -284,17 +286,22 @@ class Verification:
         if verdict.difference is not None:
             planned.differs(verdict.difference)
 
-    def agrees(self, pending: PendingBackward, eager: Mapping[int, Tensor | None]) -> bool:
+    def agrees(
+        self,
+        pending: PendingBackward,
+        recorded: RecordedBackward,
+        eager: Mapping[int, Tensor | None],
+    ) -> bool:
         """Replays the backward and compares it with an eager one on the same incoming gradients."""
         before, site = Snapshot(self._backend), pending.site
-        site.backward.replay(self._backend, pending.random)
+        recorded.replay(self._backend, pending.random)
         if before.has_drawn():
             before.put_back()
             return False
-        names, uses = self._names_of(site, site.backward.uses), site.backward.uses
+        names, uses = self._names_of(site, recorded.uses), recorded.uses
         found = difference(
             [(name, eager[use]) for name, use in zip(names, uses, strict=True)],
-            list(zip(names, site.backward.gradients, strict=True)),
+            list(zip(names, recorded.gradients, strict=True)),
         )
         return not site.planned.ranks.any(found is not None)
 

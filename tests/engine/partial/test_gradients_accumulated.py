@@ -277,8 +277,8 @@ def test_a_backward_that_can_be_run_once(device, firsts):
 def test_a_first_microbatch_that_replays_something_else_is_found(device, monkeypatch):
     record = Recorder._record_backward
 
-    def wrong(recorder, slot, site, conditions):
-        record(recorder, slot, site, conditions)
+    def wrong(recorder, slot, site, *rest):
+        record(recorder, slot, site, *rest)
         replay, gradient = site.first.graph.replay, site.first.gradients[-1]
 
         def replayed():
