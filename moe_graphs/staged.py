@@ -30,6 +30,8 @@ from torch.utils import _pytree as pytree
 from moe_graphs.errors import CaptureError, GraphError
 
 T = TypeVar("T")
+Block = Callable[[], contextlib.AbstractContextManager[None]]
+"""A function that enters a block once more."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -127,6 +129,42 @@ _stop: contextvars.ContextVar[Stop | None] = contextvars.ContextVar("moe_graphs_
 _store: contextvars.ContextVar[MoETensorStore | None] = contextvars.ContextVar(
     "moe_graphs_store", default=None
 )
+
+
+_blocks: contextvars.ContextVar[tuple[Block, ...]] = contextvars.ContextVar(
+    "moe_graphs_blocks", default=()
+)
+
+
+@contextlib.contextmanager
+def carried_block(block: Block) -> Iterator[None]:
+    """Context within which ``recomputed_within`` notes ``block``, which is entered already."""
+    token = _blocks.set((*_blocks.get(), block))
+    try:
+        yield
+    finally:
+        _blocks.reset(token)
+
+
+def recomputed_within(run: Callable[..., T]) -> Callable[..., T]:
+    """Bind a function that a backward may run again to the blocks that are open now.
+
+    Activation checkpointing runs a forward again when the blocks around it may have ended
+    (``moe_graphs.routing.replay``), or others have begun.
+    """
+    blocks = _blocks.get()
+    if not blocks:
+        return run
+
+    def again(*args: Any, **kwargs: Any) -> T:
+        still_open = _blocks.get()
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                if block not in still_open:
+                    stack.enter_context(block())
+            return run(*args, **kwargs)
+
+    return again
 
 
 class Staged(nn.Module):

@@ -31,6 +31,7 @@ ALLOWED = {
     "optim": {"optim", "kernels"},
     "dispatch": {"dispatch", "kernels", "registry", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "registry", "staged"},
+    "routing": {"engine", "errors", "layers", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
     "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},
     "pipelines": {"pipelines", "engine.callables.order", "errors"},

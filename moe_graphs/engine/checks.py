@@ -8,14 +8,15 @@ somebody asks. If it says that eager would have raised, ``CheckError`` names sco
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import functools
 import linecache
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ _MOST = 64  # steps whose checks may wait to be read
 # Instructions after which an error is not certain any more.
 _ENDS = ("RETURN", "YIELD", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "DELETE", "JUMP",
          "POP_JUMP", "FOR_ITER", "SEND")  # fmt: skip
-
+_noting: contextvars.ContextVar[bool] = contextvars.ContextVar("moe_graphs_noting", default=False)
 
 Key = tuple[str, bool, int]
 """The line of a check, the truth value with which a forward goes on, and the check's number."""
@@ -40,6 +41,14 @@ class Checks(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[Key, Tensor] = {}
+
+    def __enter__(self) -> Self:
+        self._token = _noting.set(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _noting.reset(self._token)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__bool__:
@@ -62,15 +71,24 @@ class Checks(TorchFunctionMode):
         return goes_on
 
 
+def are_noted() -> bool:
+    """Whether a trial run or a capture notes the checks of the code that runs now."""
+    return _noting.get()
+
+
 class Deferred:
     """Outcomes of checks that were not read yet.
+
+    Args:
+        error: the error of a failed check, by its place and key. Default: that of a replay.
 
     Attributes:
         now: checks of replays, with the name of the scope.
         waiting: outcomes on their way to the host, oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, error: Callable[[str, Key], CheckError] | None = None) -> None:
+        self._error = _of_a_replay if error is None else error
         self.now: list[tuple[str, Key, Tensor]] = []
         self.waiting: deque[tuple[Any, Tensor, list[tuple[str, Key]]]] = deque()
 
@@ -99,7 +117,7 @@ class Deferred:
             self.waiting.popleft()
             if failed.any():
                 self.waiting.clear()
-                _raise(checks[int(failed.int().argmax())])
+                raise self._error(*checks[int(failed.int().argmax())])
 
 
 @torch.no_grad()
@@ -117,9 +135,9 @@ def _sent(checks: Iterable[tuple[str, Key, Tensor]]) -> tuple[Any, Tensor, list[
     return event, on_host, named
 
 
-def _raise(check: tuple[str, Key]) -> None:
-    where, (line, *_) = check
-    raise CheckError(
+def _of_a_replay(where: str, key: Key) -> CheckError:
+    line, *_ = key
+    return CheckError(
         f"{where}: a check has failed in a replay, at {line}: eager would have raised there. It is "
         f"read one step late, so the parameters may have been updated since: look at an earlier "
         f"checkpoint, and run the step within graphs.paused() for the error itself"

@@ -98,23 +98,50 @@ class MoEStages(Staged):
     Attributes:
         experts: module that is called with the fields of ``Dispatched`` and returns each token's
             sum of its experts' outputs, times the routing weights.
+        routing_pass: what a call does with chosen experts, as ``moe_graphs.routing`` sets it:
+            "record" leaves them in ``experts_TK``, "replay" takes those that are there.
+        experts_TK: int64, or None.
     """
 
     config: MoEConfig
     dispatcher: Dispatcher
     experts: nn.Module
+    routing_pass: str | None = None
+    experts_TK: Tensor | None = None
 
     # ---- stage moe_router
 
     def route(self, hidden: Tensor) -> Routed:
         """Choose experts for ``[..., D]`` tokens, and run the shared expert."""
         hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-        routing = self.choose(hidden_TD)
+        if self.routing_pass is None:
+            routing = self.choose(hidden_TD)
+        else:
+            routing = self._pass_choice(hidden_TD)
         return Routed(hidden, routing, self.run_shared(hidden_TD))
 
-    def choose(self, hidden_TD: Tensor) -> Routing:
-        """Choose experts for tokens; every shape in ``Routing`` is static."""
+    def choose(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
+        """Choose experts for tokens, or take the given ones; shapes in ``Routing`` are static."""
         raise NotImplementedError
+
+    def _pass_choice(self, hidden_TD: Tensor) -> Routing:
+        """Record or replay; the attribute is assigned both times, so it is an output of graphs.
+
+        An attribute that is read and assigned is an input of graphs, too.
+        """
+        given_TK = None
+        if self.routing_pass == "replay":
+            given_TK = self.experts_TK
+            shape = (hidden_TD.shape[0], self.config.top_k)
+            if given_TK is None or given_TK.shape != shape:
+                found = "no choices" if given_TK is None else f"choices {list(given_TK.shape)}"
+                raise ValueError(
+                    f"routing.replay: a layer got {found} and runs {list(shape)} "
+                    f"(tokens, experts of each)"
+                )
+        routing = self.choose(hidden_TD, given_TK)
+        self.experts_TK = routing.experts_TK
+        return routing
 
     def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
         """Output ``[T, D]`` of the expert that sees every token; None if there is none."""
@@ -236,8 +263,8 @@ class MoELayer(MoEStages):
             Stage("moe_experts", self.run_experts, self.dynamic),
         )
 
-    def choose(self, hidden_TD: Tensor) -> Routing:
-        return self.router(hidden_TD)
+    def choose(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
+        return self.router(hidden_TD, given_TK)
 
     def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
         if self.shared_expert is None:

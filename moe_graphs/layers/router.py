@@ -79,13 +79,14 @@ class TopKRouter(nn.Module):
 
     if TYPE_CHECKING:  # nn.Module's says Any
 
-        def __call__(self, hidden_TD: Tensor) -> Routing: ...
+        def __call__(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing: ...
 
-    def forward(self, hidden_TD: Tensor) -> Routing:
+    def forward(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
+        """Choose experts for tokens ``[T, D]``, or take those of ``given_TK`` (int64)."""
         if self.training and self.config.input_jitter:
             hidden_TD = _jitter(hidden_TD, self.config.input_jitter)
         weights_TK, experts_TK, aux_loss, counts_E = route(
-            hidden_TD, self.weight, self.expert_bias, self.rule
+            hidden_TD, self.weight, self.expert_bias, self.rule, given_TK
         )
         if self.training:
             self.tokens_per_expert.add_(counts_E)

@@ -84,6 +84,25 @@ def test_equals_fp64(name, biased, dtype):
 
 
 @pytest.mark.parametrize("name", WIDE)
+def test_given_experts_equal_fp64(name):
+    experts, rule = WIDE[name]
+    hidden, weight, bias = operands(experts, torch.bfloat16)
+    given = torch.rand(len(hidden), experts, device="cuda").topk(rule.top_k).indices
+
+    def plain(h, w):
+        return choose(torch.nn.functional.linear(h, w), bias, rule, given)
+
+    got = results(lambda h, w: route(h, w, bias, rule, given), hidden, weight, torch.bfloat16)
+    theirs = results(plain, hidden.float(), weight.float(), torch.bfloat16)
+    want = results(plain, hidden.double(), weight.double(), torch.float64)
+    assert all(map(torch.equal, got[0], want[0]))
+    check(got[1], theirs[1], want[1])
+    own = route(hidden, weight, bias, rule)
+    again = route(hidden, weight, bias, rule, own.experts_TK)
+    assert all(map(torch.equal, own, again))
+
+
+@pytest.mark.parametrize("name", WIDE)
 def test_only_one_of_the_results_is_used(name):
     experts, rule = WIDE[name]
     hidden, weight, _ = operands(experts, torch.bfloat16)

@@ -47,6 +47,26 @@ def test_forward_and_gradients(name, tokens, biased):
         torch.testing.assert_close(plain.double(), dexact, rtol=1e-5, atol=2e-7)
 
 
+@pytest.mark.parametrize("name", ["raw, losses", "deepseek", "one of many", "all of them"])
+def test_given_experts_take_the_place_of_the_best(name):
+    """The best ones, given again, are the plain choice bit for bit."""
+    experts, rule = RULES[name]
+    logits, bias = random(experts)
+    plain = choose_experts_triton.choose_experts(logits, bias, *rule)
+    again = choose_experts_triton.choose_experts(logits, bias, *rule, plain[1])
+    assert all(map(torch.equal, plain, again))
+    given = torch.rand(40, experts).topk(rule.top_k).indices
+    weights, ids, loss, counts, ranks = choose_experts_triton.choose_experts(
+        logits, bias, *rule, given
+    )
+    want = choose(logits.double(), bias, rule, given)
+    assert torch.equal(ids, given)
+    assert torch.equal(ranks, given.short())
+    assert torch.equal(counts, want.counts_E)
+    torch.testing.assert_close(weights.double(), want.weights_TK, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(loss.double(), want.aux_loss, rtol=1e-5, atol=1e-7)
+
+
 def test_split_gradients_have_sixteen_bits():
     experts, rule = RULES["deepseek"]
     logits, bias = random(experts)

@@ -144,6 +144,7 @@ def _router(experts: int, top_k: int, groups: int, top_groups: int) -> None:
     chosen, counts = torch.zeros(64, top_k, dtype=torch.int16), torch.zeros(experts).long()
     rule = kernels.RoutingRule(top_k, groups > 1, True, 2.5, groups, top_groups, 0.01, 0.01)
     choose_experts_triton.choose_experts(logits, torch.empty(experts), *rule)
+    choose_experts_triton.choose_experts(logits, None, *rule, chosen.long())
     given = (logits, chosen, counts, weights, torch.zeros(()), True)
     choose_experts_triton.choose_experts_backward(*given, *rule[:4], 0.01, 0.01)
 

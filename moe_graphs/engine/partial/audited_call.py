@@ -45,6 +45,7 @@ from moe_graphs.engine.tensors import (
 from moe_graphs.engine.tracing import Origins
 from moe_graphs.engine.verify import warn
 from moe_graphs.errors import CaptureError, GraphError
+from moe_graphs.staged import recomputed_within
 
 
 def is_due(recorder: Recorder, slot: Slot, site: CallSite) -> bool:
@@ -316,11 +317,11 @@ class _Audited(torch.autograd.Function):
         handed = call.hand_out(produced)
         ctx.mark_non_differentiable(*(handed[i] for i in constants))
         ctx.set_materialize_grads(False)
-        ctx.parts = call, pending, constants
+        ctx.parts = recomputed_within(call.backward), pending, constants
         return tuple(handed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        call, pending, constants = ctx.parts
+        backward, pending, constants = ctx.parts
         incoming = [g for i, g in enumerate(gradients) if i not in constants]
-        return (None, None, None, None, *call.backward(pending, incoming))
+        return (None, None, None, None, *backward(pending, incoming))

@@ -31,6 +31,7 @@ from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occup
 from moe_graphs.engine.tensors import Mismatch, flatten
 from moe_graphs.errors import CaptureError
 from moe_graphs.portable_launches import portable_launches
+from moe_graphs.staged import recomputed_within
 
 # ---- what is captured or will be
 
@@ -208,7 +209,7 @@ class GraphedScope:
             self.graphs.fallbacks.ran_eagerly(self._name, cause or reason)
             if self.use_reentrant is not None and reason_to_run_eagerly() is None:
                 whole = functools.partial(self.scope.forward, **kwargs)
-                return checkpoint(whole, *args, use_reentrant=self.use_reentrant)
+                return checkpoint(recomputed_within(whole), *args, use_reentrant=self.use_reentrant)
             return self.scope.forward(*args, **kwargs)
         call = Call(args, kwargs)
         inputs = (args, kwargs) if self.scope.start is None else self.scope.prologue(call)
@@ -252,9 +253,10 @@ class GraphedScope:
         if self.use_reentrant is None:
             return run(inputs)
         if not self.use_reentrant:
-            return checkpoint(run, inputs, use_reentrant=False)
+            return checkpoint(recomputed_within(run), inputs, use_reentrant=False)
         args, kwargs = inputs
-        return checkpoint(lambda *given: run((given, kwargs))[0], *args, use_reentrant=True), None
+        whole = recomputed_within(lambda *given: run((given, kwargs))[0])
+        return checkpoint(whole, *args, use_reentrant=True), None
 
     def _scope_call(self, inputs: Any, call: Call, signature_id: int) -> ScopeCall:
         signature = self.graphs.observation.calls_by_signature[signature_id].signature

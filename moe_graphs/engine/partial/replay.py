@@ -21,6 +21,7 @@ from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.verify import recompute
 from moe_graphs.engine.tensors import copy_to, leaves_of_outputs, unwrap
 from moe_graphs.errors import GraphError
+from moe_graphs.staged import recomputed_within
 
 # ---- delayed weight gradients: backwards whose first part, for the inputs, has run
 
@@ -230,35 +231,40 @@ class Replay(torch.autograd.Function):
             ctx.mark_non_differentiable(*map(outputs.__getitem__, forward.constant_outputs))
         ctx.set_materialize_grads(False)
         ctx.parts = slot, pending, recorder, delayed
+        ctx.run = recomputed_within(_backward)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        slot, pending, recorder, delayed = ctx.parts
-        slot.check_alive(pending)
-        forward = pending.site.forward
-        refuse_transforms(pending.site, gradients)
-        nodes = _Nodes(ctx)
-        results: dict[int, Tensor | None] = {}
-        # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
-        is_second_part = pending.is_done and forward.is_split
-        if pending.is_over and slot.retains():
-            return _another(slot, pending, recorder, gradients)
-        if not is_second_part or _wants(nodes(), forward.listed, int):
-            slot.check(pending)
-            pending.note_gradients(gradients)
-            pairs = zip(gradients, forward.differentiable, strict=True)
-            incoming = [gradient for gradient, needed in pairs if needed]
-            results |= _first_part(slot, pending, recorder, incoming, nodes)
-            if pending.is_first_in_fp8:
-                fp8.update_scales_of_backwards()
-        pending.check_gradients(gradients)
-        if forward.is_split and _wants(nodes(), forward.listed, Tensor):
-            if delayed.is_collecting:
-                delayed.collect(pending, _part(slot, pending, recorder))
-            else:
-                results |= _weights_part(slot, pending, recorder, nodes)
-        return (None, None, None, None, None, *map(results.get, range(len(forward.listed))))
+        return ctx.run(ctx, *gradients)
+
+
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    slot, pending, recorder, delayed = ctx.parts
+    slot.check_alive(pending)
+    forward = pending.site.forward
+    refuse_transforms(pending.site, gradients)
+    nodes = _Nodes(ctx)
+    results: dict[int, Tensor | None] = {}
+    # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
+    is_second_part = pending.is_done and forward.is_split
+    if pending.is_over and slot.retains():
+        return _another(slot, pending, recorder, gradients)
+    if not is_second_part or _wants(nodes(), forward.listed, int):
+        slot.check(pending)
+        pending.note_gradients(gradients)
+        pairs = zip(gradients, forward.differentiable, strict=True)
+        incoming = [gradient for gradient, needed in pairs if needed]
+        results |= _first_part(slot, pending, recorder, incoming, nodes)
+        if pending.is_first_in_fp8:
+            fp8.update_scales_of_backwards()
+    pending.check_gradients(gradients)
+    if forward.is_split and _wants(nodes(), forward.listed, Tensor):
+        if delayed.is_collecting:
+            delayed.collect(pending, _part(slot, pending, recorder))
+        else:
+            results |= _weights_part(slot, pending, recorder, nodes)
+    return (None, None, None, None, None, *map(results.get, range(len(forward.listed))))
 
 
 def _another(

@@ -136,7 +136,7 @@ class SwappedMoE(MoEStages):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.run_stages(MoEInput(hidden_states))
 
-    def choose(self, hidden_TD: Tensor) -> Routing:
+    def choose(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
         name = jitter_of(self)
         if name is not None:
             raise ValueError(
@@ -151,6 +151,8 @@ class SwappedMoE(MoEStages):
             warnings.warn(
                 f"{reason}: its own forward chooses experts from now on", GraphWarning, stacklevel=2
             )
+            if given_TK is not None:
+                raise ValueError(f"routing.replay: {reason}, and takes no choices that are given")
             _, weights_TK, experts_TK = router(*given)
             zero = hidden_TD.new_zeros((), dtype=torch.float32)
             counts_E = experts_TK.new_zeros(self.config.num_experts)  # nobody reads them
@@ -160,7 +162,7 @@ class SwappedMoE(MoEStages):
         bias_E = getattr(router, BIAS, own)
         if bias_E is not None:
             bias_E = bias_E.float()
-        return Routing(*route(hidden_TD, router.weight, bias_E, self.rule))
+        return Routing(*route(hidden_TD, router.weight, bias_E, self.rule, given_TK))
 
     def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
         if self._shared is None:

@@ -21,28 +21,44 @@ from moe_graphs.kernels.precision import accumulation_dtype
 _HAS_FP32_OUTPUT = hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8
 
 
-def route(hidden_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Choice:
+def route(
+    hidden_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    rule: RoutingRule,
+    given_TK: Tensor | None = None,
+) -> Choice:
     """Scores ``hidden @ weight.T`` in fp32, whatever the operands and autocast say.
 
     ``bias_E`` takes part in the choice and in nothing else. Static shapes, no host sync. The
     kernels take up to 512 experts and 32 per token; beyond that CUDA runs the plain torch path.
+
+    Args:
+        given_TK: int64, experts of each token in place of the best ones, distinct within a token
+            and in the range of the experts, which nobody checks here. Weights and losses are
+            computed for them.
     """
     if has_kernel(hidden_TD) and weight_ED.shape[0] <= 512 and rule.top_k <= 32:
-        return Choice(*_Route.apply(hidden_TD, weight_ED, bias_E, rule))
-    return choose(_Linear.apply(hidden_TD, weight_ED), bias_E, rule)
+        return Choice(*_Route.apply(hidden_TD, weight_ED, bias_E, rule, given_TK))
+    return choose(_Linear.apply(hidden_TD, weight_ED), bias_E, rule, given_TK)
 
 
 class _Route(torch.autograd.Function):
     """All of it, for tensors that have kernels. Keeps the operands, the logits and the choice."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_ED, bias_E, rule):
+    def forward(ctx, hidden_TD, weight_ED, bias_E, rule, given_TK):
         from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
         logits_TE = _logits(hidden_TD, weight_ED)
-        *choice, chosen_TK = choose_experts_triton.choose_experts(logits_TE, bias_E, *rule)
+        *choice, chosen_TK = choose_experts_triton.choose_experts(
+            logits_TE, bias_E, *rule, given_TK
+        )
         _, experts_TK, _, counts_E = choice
-        ctx.save_for_backward(hidden_TD, weight_ED, logits_TE, chosen_TK, counts_E)
+        # torch's checkpoint raises an error if it runs this again without the given choice: it
+        # would save one tensor less.
+        given = () if given_TK is None else (experts_TK,)
+        ctx.save_for_backward(hidden_TD, weight_ED, logits_TE, chosen_TK, counts_E, *given)
         ctx.mark_non_differentiable(experts_TK, counts_E)
         ctx.set_materialize_grads(False)
         ctx.rule = rule
@@ -53,9 +69,9 @@ class _Route(torch.autograd.Function):
     def backward(ctx, grad_weights_TK, _experts, grad_loss, _counts):
         from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
-        hidden_TD, weight_ED, logits_TE, chosen_TK, counts_E = ctx.saved_tensors
+        hidden_TD, weight_ED, logits_TE, chosen_TK, counts_E = ctx.saved_tensors[:5]
         if grad_weights_TK is None and grad_loss is None:
-            return None, None, None, None
+            return None, None, None, None, None
         rule = ctx.rule
         split = _has_exact_products(hidden_TD, weight_ED) and hidden_TD.dtype == torch.bfloat16
         grad_logits = choose_experts_triton.choose_experts_backward(
@@ -64,7 +80,7 @@ class _Route(torch.autograd.Function):
         )  # fmt: skip
         wanted = wants_gradient(ctx, 0), wants_gradient(ctx, 1)
         gradients = _split_gradients if split else _gradients
-        return *gradients(grad_logits, hidden_TD, weight_ED, wanted), None, None
+        return *gradients(grad_logits, hidden_TD, weight_ED, wanted), None, None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -47,16 +47,22 @@ class Choice(NamedTuple):
     counts_E: Tensor
 
 
-def choose(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Choice:
-    """The choice, from the logits on, in plain torch: the kernels are tested against it."""
+def choose(
+    logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule, given_TK: Tensor | None = None
+) -> Choice:
+    """The choice, from the logits on, in plain torch: the kernels are tested against it.
+
+    ``given_TK`` (int64) is a choice that was made before; weights and losses are computed for it.
+    """
     scores_TE = logits_TE.sigmoid() if rule.sigmoid else logits_TE.softmax(-1)
-    biased_TE = scores_TE.detach()
-    if bias_E is not None:
-        biased_TE = biased_TE + bias_E
-    if rule.num_groups > 1:
-        biased_TE = _mask_groups(biased_TE, rule)
-    experts_TK = biased_TE.topk(rule.top_k, dim=-1).indices
-    weights_TK = scores_TE.gather(1, experts_TK)
+    if given_TK is None:
+        experts_TK = _best(scores_TE.detach(), bias_E, rule)
+        weights_TK = scores_TE.gather(1, experts_TK)
+    else:
+        experts_TK = given_TK.clone()
+        # The saved indices have three dimensions: torch's checkpoint raises an error if it runs
+        # this again without the given choice.
+        weights_TK = scores_TE.unsqueeze(0).gather(2, experts_TK.unsqueeze(0)).squeeze(0)
     if rule.normalize:
         # The small constant is for sigmoid scores that are all zero.
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -64,6 +70,13 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Choic
         weights_TK = weights_TK * rule.scaling
     counts_E = _count(experts_TK, logits_TE.shape[1])
     return Choice(weights_TK, experts_TK, _aux_loss(logits_TE, scores_TE, counts_E, rule), counts_E)
+
+
+def _best(scores_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Tensor:
+    biased_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if rule.num_groups > 1:
+        biased_TE = _mask_groups(biased_TE, rule)
+    return biased_TE.topk(rule.top_k, dim=-1).indices
 
 
 def _mask_groups(scores_TE: Tensor, rule: RoutingRule) -> Tensor:

@@ -101,11 +101,11 @@ def _strike_groups(keys, lane, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GRO
 
 @triton.jit
 def choose_kernel(
-    logits_ptr, bias_ptr, weights_ptr, experts_ptr, chosen_ptr, counts_ptr, probs_ptr,
+    logits_ptr, bias_ptr, given_ptr, weights_ptr, experts_ptr, chosen_ptr, counts_ptr, probs_ptr,
     squares_ptr, tokens, E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, SCALING: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    AUX: tl.constexpr, Z: tl.constexpr, BIASED: tl.constexpr,
+    AUX: tl.constexpr, Z: tl.constexpr, BIASED: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """The choice; of a program's tokens counts_PE, probs_PE and squares_P. Grid (P,)."""
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
@@ -118,17 +118,22 @@ def choose_kernel(
         wide = tl.cast(first, tl.int64)
         logits = tl.load(logits_ptr + wide * E + (row * E + lane), mask=live & real, other=0.0)
         scores, _, logsumexp = _scores(logits, real, SIGMOID, Z)
-        biased = scores
-        if BIASED:
-            biased += tl.load(bias_ptr + lane, mask=real, other=0.0).to(tl.float32)
-        keys = tl.where(real, _key(biased), STRUCK)
-        if GROUPS > 1:
-            keys = _strike_groups(keys, lane, E // GROUPS, GROUPS, TOP_GROUPS)
         ranks = tl.full((ROWS, LANES), -1, dtype=tl.int32)
-        for k in range(K):
-            hit = lane == _best(keys, lane)[:, None]
-            keys = tl.where(hit, STRUCK, keys)
-            ranks = tl.where(hit, k, ranks)
+        if GIVEN:
+            for k in range(K):
+                given = tl.load(given_ptr + wide * K + (row * K + k), mask=live, other=-1)
+                ranks = tl.where(lane == given.to(tl.int32), k, ranks)
+        else:
+            biased = scores
+            if BIASED:
+                biased += tl.load(bias_ptr + lane, mask=real, other=0.0).to(tl.float32)
+            keys = tl.where(real, _key(biased), STRUCK)
+            if GROUPS > 1:
+                keys = _strike_groups(keys, lane, E // GROUPS, GROUPS, TOP_GROUPS)
+            for k in range(K):
+                hit = lane == _best(keys, lane)[:, None]
+                keys = tl.where(hit, STRUCK, keys)
+                ranks = tl.where(hit, k, ranks)
         chosen = (ranks >= 0) & live
         weights = tl.where(chosen, scores, 0.0)
         if NORMALIZE:
@@ -243,15 +248,21 @@ def choose_experts(
     top_k_groups: int,
     aux_loss_coef: float,
     z_loss_coef: float,
+    given_TK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`weights_TK` (fp32), `experts_TK`, loss (0-dim fp32), `counts_E` (int64), `chosen_TK`.
 
-    `chosen_TK` is `experts_TK` (int64) in 16 bits, which the backward keeps.
+    `chosen_TK` is `experts_TK` (int64) in 16 bits, which the backward keeps. With `given_TK`
+    (int64, contiguous) nothing is chosen: these are the experts.
     """
     (tokens, E), device = logits_TE.shape, logits_TE.device
-    weights_TK = torch.empty((tokens, top_k), device=device)
-    experts_TK = torch.empty((tokens, top_k), dtype=torch.int64, device=device)
-    chosen_TK = torch.empty((tokens, top_k), dtype=torch.int16, device=device)
+    if given_TK is None:
+        weights_TK = torch.empty((tokens, top_k), device=device)
+        experts_TK = torch.empty((tokens, top_k), dtype=torch.int64, device=device)
+        chosen_TK = torch.empty((tokens, top_k), dtype=torch.int16, device=device)
+    else:  # filled here: an expert that is given twice has one place in the kernel
+        weights_TK = torch.zeros((tokens, top_k), device=device)
+        experts_TK, chosen_TK = given_TK.clone(), given_TK.to(torch.int16)
     if not tokens:
         counts_E = torch.zeros(E, dtype=torch.int64, device=device)
         return weights_TK, experts_TK, torch.zeros((), device=device), counts_E, chosen_TK
@@ -262,11 +273,13 @@ def choose_experts(
     squares_P = torch.empty(programs if z_loss_coef else 1, device=device)
     sums = (counts_PE, probs_PE, squares_P)
     bias = logits_TE if bias_E is None else bias_E
+    given = experts_TK if given_TK is None else given_TK
     launch(
         choose_kernel, (programs,),
-        (logits_TE, bias, weights_TK, experts_TK, chosen_TK, *sums, tokens),
+        (logits_TE, bias, given, weights_TK, experts_TK, chosen_TK, *sums, tokens),
         E=E, K=top_k, SIGMOID=sigmoid, NORMALIZE=normalize, SCALING=scaling, GROUPS=num_groups,
-        TOP_GROUPS=top_k_groups, BIASED=bias_E is not None, **losses, **tile,
+        TOP_GROUPS=top_k_groups, BIASED=bias_E is not None, GIVEN=given_TK is not None,
+        **losses, **tile,
         maxnreg=MAX_REGISTERS if tile["LANES"] < WIDE else MAX_REGISTERS_WIDE,
     )  # fmt: skip
     counts_E = torch.empty(E, dtype=torch.int64, device=device)
