@@ -17,6 +17,8 @@ from moe_graphs.integrations.peft import lora_of, wrappers_around  # noqa: E402
 from moe_graphs.integrations.transformers import accelerate_model  # noqa: E402
 from moe_graphs.integrations.transformers.swapped_block import SwappedMoE  # noqa: E402
 
+# PEFT 0.18 says so of every module whose parameters it targets.
+pytestmark = pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 STEPS = 6
@@ -130,6 +132,15 @@ def test_graphs_change_no_bit(order):
     assert report.matched == 2 * (STEPS - 3)
 
 
+def add_other(model):
+    try:
+        model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    except ValueError as error:  # of PEFT 0.18
+        if "only one LoRA adapter" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
 def switched(model):
     """Another adapter in step 4, none in step 5."""
 
@@ -147,7 +158,7 @@ def test_adapters_that_are_switched_while_graphs_live_are_never_stale():
     results = []
     for graphs in (False, True):
         model, accelerated = built("qwen3_moe", "lora first", graphs)
-        model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+        add_other(model)
         model.set_adapter("default")
         results.append(train(model, accelerated, switched(model)))
     assert all(map(torch.equal, *results))
@@ -161,7 +172,7 @@ def test_several_adapters_add_up():
     for order in (None, "lora first", "lora last"):
         model, _ = built("qwen3_moe", order)
         torch.manual_seed(3)
-        model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+        add_other(model)
         model.base_model.set_adapter(["default", "other"])
         results.append(loss_and_gradients(model))
     check_close(results[1], results[0])
