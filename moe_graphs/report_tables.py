@@ -106,7 +106,10 @@ def _audits(report: Any) -> list[str]:
             f"{report.last_audited_step}; they took {report.audit_seconds:.2f} s"
         )
     if report.audits_skipped:
-        lines.append(f"audits that could not be made: {format_reasons(report.audits_skipped)}")
+        missed = report.audits_missed_bytes
+        how_much = f" ({format_bytes(missed)} were missing)" if missed else ""
+        skipped = format_reasons(report.audits_skipped)
+        lines.append(f"audits that could not be made: {skipped}{how_much}")
     return lines
 
 

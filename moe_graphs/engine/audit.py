@@ -19,15 +19,17 @@ and Python that does no operations.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import random
+import re
 import sys
 import time
 import traceback
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,14 +39,27 @@ from torch.optim import Optimizer
 
 from moe_graphs.config import check_audits
 from moe_graphs.engine.ranks import ALONE, Ranks
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import is_plain, unwrap
-from moe_graphs.engine.tracing import Operations, Origins, shown, source_line
+from moe_graphs.engine.tracing import (
+    Operations,
+    Origins,
+    address,
+    shown,
+    source_line,
+    written_arguments,
+)
 from moe_graphs.errors import GraphError
 
 _SHARE = 0.01  # of the time
 _AT_ONCE, _APART = 8, 256  # so many occasions are audited at once, later ones in so many calls
 MEETING = 32  # calls or steps from one meeting of ranks that communicate to the next
 NEVER = sys.maxsize
+_MOST_KEPT = 64 << 20  # bytes of what an audited call writes are copied, to put them back
+_ALLOCATION = re.compile(
+    r"Tried to allocate ([\d.]+) (\w+).*? of which ([\d.]+) (\w+) is free", re.DOTALL
+)
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 # ---- what is compared
 
@@ -79,6 +94,8 @@ class Comparison(Operations):
 
     Args:
         named: gives tensors of the capture by the names that messages use.
+        before: the state before the run. Values that the run writes are added to it, up to 64 MiB.
+            None if nothing is ever put back.
 
     Attributes:
         difference: the first difference, for messages, or None.
@@ -89,11 +106,55 @@ class Comparison(Operations):
         stream: Stream,
         origins: Origins,
         named: Callable[[], Mapping[str, Tensor]] = dict,
+        before: Snapshot | None = None,
     ) -> None:
         super().__init__(origins)
         self._lines, self._size, self._number = stream.lines(), stream.size, 0
-        self._named = named
+        self._named, self._before = named, before
+        self._kept: dict[tuple[Any, ...], int] = {}
         self.difference: str | None = None
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._before is not None:
+            self._keep_what_is_written(func, args, kwargs)
+        return super().see(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def undone_without_memory(self) -> Iterator[None]:
+        """Context around the whole call, with this context inside.
+
+        Raises:
+            UndoneError: if memory ran out, and everything is as before the call.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._before is None or self.difference is not None:
+                error.add_note(
+                    "memory ran out in an audit, a call that runs eagerly in place of a replay, "
+                    "and what it has done cannot be put back: it communicates with other ranks, "
+                    "has written much, or has differed from its capture. audit_every=None turns "
+                    "audits off"
+                )
+                raise
+            self._before.put_back()
+            raise UndoneError(_missing_bytes(error)) from None
+
+    def _keep_what_is_written(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        assert self.origins is not None
+        for tensor in written_arguments(func, args, kwargs):
+            if self._before is None or self.origins.is_made(tensor):
+                continue
+            key = (address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+            if key in self._kept:
+                continue
+            self._kept[key] = tensor.nbytes
+            if sum(self._kept.values()) > _MOST_KEPT:
+                self._before = None
+            else:
+                self._before.keep(tensor)
 
     def _add(self, op: tuple[Any, ...], memory: tuple[Any, ...]) -> None:
         number, self._number = self._number, self._number + 1
@@ -143,6 +204,27 @@ class Comparison(Operations):
         if isinstance(name, tuple):
             name = f"output {name[1]} of operation {name[0]}"
         return f"{name}, from element {where} on, with strides {strides}"
+
+
+class UndoneError(Exception):
+    """Memory ran out in an audited call, and everything has been put back.
+
+    Attributes:
+        missing: the bytes that were missing, or None if torch's error does not say it.
+    """
+
+    def __init__(self, missing: int | None) -> None:
+        super().__init__("memory ran out in an audit")
+        self.missing = missing
+
+
+def _missing_bytes(error: torch.OutOfMemoryError) -> int | None:
+    """The bytes that an allocation missed, by torch's message of it."""
+    found = _ALLOCATION.search(str(error))
+    if found is None:
+        return None
+    wanted, free = (float(found[i]) * _UNITS.get(found[i + 1], 0) for i in (1, 3))
+    return max(0, int(wanted - free))
 
 
 def _line(op: tuple[Any, ...], memory: tuple[Any, ...]) -> str:
@@ -335,6 +417,7 @@ class Audits:
         passed: the number of audits without a difference.
         seconds: the time of all audited calls, on the host.
         skipped: reason -> number of audits that could not be made.
+        missing: the most bytes that were missing for an audit.
         last_step: the last step in which an audit passed.
     """
 
@@ -346,9 +429,11 @@ class Audits:
     passed: int = 0
     seconds: float = 0.0
     skipped: Counter[str] = field(default_factory=Counter)
+    missing: int = 0
     last_step: int | None = None
     _seen: int = 0  # occasions
     _is_asked_for: bool = False
+    _has_run_out: bool = False
 
     def __post_init__(self) -> None:
         check_audits(self.every, self.on_audit)
@@ -400,8 +485,26 @@ class Audits:
             "audits_passed": self.passed,
             "audit_seconds": self.seconds,
             "audits_skipped": dict(self.skipped),
+            "audits_missed_bytes": self.missing,
             "last_audited_step": self.last_step,
         }
+
+    def without_memory(self, missing: int | None) -> None:
+        """Counts an audit that could not be made because bytes of memory were missing."""
+        self.skipped["memory"] += 1
+        self.missing = max(self.missing, missing or 0)
+
+    def ran_out(self, what: str, missing: int | None, warn: Callable[[str], None]) -> None:
+        """Counts an audit in which memory ran out, and tells the user of the first one."""
+        self.without_memory(missing)
+        if not self._has_run_out:
+            self._has_run_out = True
+            how_much = "" if missing is None else f" ({missing / 2**30:.2f} GiB were missing)"
+            warn(
+                f"{what}: memory ran out in an audit{how_much}. Training goes on as without it, "
+                f"and further audits are counted in report().audits_skipped['memory'] if they do "
+                f"not fit: audit_every=None turns audits off"
+            )
 
     def note_passed(self) -> None:
         self.passed, self.last_step = self.passed + 1, self.step

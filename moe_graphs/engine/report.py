@@ -108,8 +108,10 @@ class Report(PrintedReport):
         audits_passed: number of those among them that did what was captured.
         audit_seconds: time of all audited calls, on the host.
         audits_skipped: reason -> number of audits that could not be made: "memory" (an eager call
-            does not fit now), "fp8" and "split_backward" (such a scope is never audited), "often"
-            (models are switched or loaded too often for an audit each time).
+            does not fit now, or memory ran out in it), "fp8" and "split_backward" (such a scope is
+            never audited), "often" (models are switched or loaded too often for an audit each
+            time).
+        audits_missed_bytes: the most bytes that were missing for such an audit, as far as known.
         last_audited_step: number of the last step in which an audit passed; None before the first.
     """
 
@@ -132,6 +134,7 @@ class Report(PrintedReport):
     audits_passed: int = 0
     audit_seconds: float = 0.0
     audits_skipped: dict[str, int] = field(default_factory=dict)
+    audits_missed_bytes: int = 0
     last_audited_step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:

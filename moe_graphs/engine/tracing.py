@@ -181,6 +181,13 @@ class Origins:
         is_strided = tensor.layout is torch.strided
         return is_strided and tensor.untyped_storage()._cdata in self._found
 
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether an operation of the run has made the tensor's memory."""
+        tensor = unwrap(tensor)
+        is_strided = tensor.layout is torch.strided
+        known = self._found.get(tensor.untyped_storage()._cdata) if is_strided else None
+        return known is not None and isinstance(known[0], tuple)
+
     def of(self, tensor: Tensor) -> tuple[Any, ...]:
         """The name of the tensor's memory, and where and how the tensor lies in it."""
         tensor = unwrap(tensor)
@@ -450,7 +457,7 @@ class Trace(Operations):
     def _keep_what_is_written(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        for tensor in _written_arguments(func, args, kwargs):
+        for tensor in written_arguments(func, args, kwargs):
             where = address(tensor)
             if where in self._made:
                 continue
@@ -557,9 +564,8 @@ def _has_value_tag(func: Any) -> bool:
     return any(tag in func.tags for tag in _VALUE_TAGS)
 
 
-def _written_arguments(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Tensor]:
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operation that it writes in place."""
     if func.overloadpacket in _WITH_RUNNING_STATISTICS:
         yield from tensor_leaves(args[3:5])
     if not func._schema.is_mutable:

@@ -287,6 +287,17 @@ class _Walked(NamedTuple):
     everything: dict[str, Any]
 
 
+class Present(NamedTuple):
+    """Objects in the places that ``Guards`` compare, as they were when this was made.
+
+    ``Guards`` themselves may have older ones: a tensor that no operation reads may be exchanged.
+    """
+
+    contents: list[Contents]
+    cells: list[tuple[Cell, Any]]
+    draws: list[tuple[str, Any, Any]]
+
+
 class Guards:
     """Attributes, containers, globals, closures, tensors and hooks, as they were when it was made.
 
@@ -352,6 +363,14 @@ class Guards:
     def not_followed(self) -> list[str]:
         """Paths of values that the block may have read and that nobody compares."""
         return sorted(set(self._found.not_followed))
+
+    def present(self) -> Present:
+        """The objects that lie now in the places that are compared, for a ``Snapshot``."""
+        return Present(
+            [(each, each.contents()) for each, _ in self.contents],
+            [(cell, cell.read()) for cell, _ in self.cells],
+            [(name, rng, state_of(rng)) for name, rng, _ in self.draws],
+        )
 
     @property
     def functions(self) -> list[types.FunctionType]:

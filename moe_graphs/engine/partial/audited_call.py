@@ -9,6 +9,7 @@ something else, the caller gets the outputs as they are, and the scope stays eag
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,13 +18,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.audit import NEVER, Audits, CallAudit, Comparison
+from moe_graphs.engine.audit import (
+    NEVER,
+    Audits,
+    CallAudit,
+    Comparison,
+    Stream,
+    UndoneError,
+)
 from moe_graphs.engine.autograd import keeps_graph
 from moe_graphs.engine.partial.capture import CapturedForward, Recorder
 from moe_graphs.engine.partial.recording import (
     BackwardRun,
     OpenCall,
     Recomputed,
+    ReplayConditions,
     Saved,
     layouts_of,
     versions_of,
@@ -32,6 +41,8 @@ from moe_graphs.engine.partial.replay import refuse_transforms
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
+from moe_graphs.engine.partial.verify import compute_anew
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import (
     Mismatch,
     apart,
@@ -66,7 +77,7 @@ def is_due(recorder: Recorder, slot: Slot, site: CallSite) -> bool:
         return False
     free = recorder.backend.free_bytes()
     if free is not None and free < site.planned.eager_bytes:
-        audits.skipped["memory"] += 1
+        audits.without_memory(site.planned.eager_bytes - free)
         schedule.put_off(site.replayed)
         site.audit_due = schedule.due
         return False
@@ -100,23 +111,54 @@ class AuditedCall:
 
     # ---- the forward
 
-    def run(self, arguments: Call) -> tuple[Any, Exit | None]:
+    def run(self, arguments: Call) -> tuple[Any, Exit | None] | None:
         """Runs the call and compares it. Returns its outputs, and where the forward was left.
+
+        Returns None if memory ran out. Everything is as before the call then, so it may be
+        replayed.
 
         Raises:
             GraphError: for a difference, with ``on_audit="error"``, or if the call now does what
                 cannot be handed on to its caller.
         """
-        site = self.site
+        site, audit = self.site, self._audit
         pending = self.slot.begin_replay(site, self._leaves)
+        self._origins = origins = Origins(by_address=True)
+        comparison = self._comparison(audit.forward, origins, site.forward.conditions)
+        ran, missing = None, None
         with self._timed():
-            exit, structure, outputs = self._run(arguments, pending)
+            try:
+                with comparison.undone_without_memory():
+                    ran = self._run(arguments, pending, comparison)
+            except UndoneError as error:
+                missing = error.missing
+        audit.schedule.audited(site.replayed)
+        site.audit_due = audit.schedule.due
+        if ran is None:
+            self.slot.cancel(pending)
+            self._ran_out(missing)
+            return None
         site.audited += 1
-        self._audit.schedule.audited(site.replayed)
-        site.audit_due = self._audit.schedule.due
+        exit, structure, outputs = ran
         return pytree.tree_unflatten(outputs, structure), exit
 
-    def _run(self, arguments: Call, pending: PendingBackward) -> tuple[Any, Any, list[Any]]:
+    def _comparison(
+        self,
+        stream: Stream,
+        origins: Origins,
+        conditions: ReplayConditions,
+        *,
+        may_undo: bool = True,
+    ) -> Comparison:
+        """A comparison with a captured stream that can be undone, unless ranks run it together."""
+        before = None
+        if may_undo and self.site.planned.ranks.group is None:
+            before = Snapshot(self._recorder.backend, guards=[conditions.guards.present()])
+        return Comparison(stream, origins, self._named, before)
+
+    def _run(
+        self, arguments: Call, pending: PendingBackward, comparison: Comparison
+    ) -> tuple[Any, Any, list[Any]]:
         recorder, site = self._recorder, self.site
         forward = site.forward
         call = self._call(arguments)
@@ -125,12 +167,11 @@ class AuditedCall:
             first = call.signature.first[number]
             if isinstance(leaf, Tensor) and not leaf.requires_grad and first not in call.leased:
                 own[number] = leaf  # the caller's own object, which the Python may know
-        origins = Origins(by_address=True)
+        origins = comparison.origins
+        assert origins is not None
         for number in forward.loaded:
             origins.stands_in(own[number], forward.inputs[number])
         aliases = recorder.trials.aliases(call)
-        comparison = Comparison(self._audit.forward, origins, self._named)
-        self._origins = origins
         recomputes = site.planned.recomputes
         saved = (
             Recomputed(recorder.backend, aliases, set(), site.planned.use_reentrant)
@@ -159,6 +200,7 @@ class AuditedCall:
         difference = comparison.difference
         self._has_passed = difference is None
         if difference is None:
+            site.load(self._leaves)  # the backward may have to compute the forward anew
             for static, value in zip(forward.outputs, produced, strict=True):
                 copy_to(target_of(unwrap(static)), unwrap(value.detach()))
         pending.versions = list(map(versions_of, forward.saved))
@@ -236,7 +278,25 @@ class AuditedCall:
             raise GraphError(f"scope {self.site.name!r}: a second backward of the same forward")
         self.slot.check(pending)
         with self._timed():
-            return self._backward(pending, gradients)
+            try:
+                return self._backward(pending, gradients)
+            except UndoneError as error:
+                missing = error.missing
+            self._ran_out(missing)
+            return self._backward_anew(pending, gradients)
+
+    def _backward_anew(
+        self, pending: PendingBackward, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The backward without an audit, after the memory of the forward has been freed."""
+        difference, found = compute_anew(self._recorder.backend, pending, apart(gradients))
+        if difference is not None:
+            raise GraphError(
+                f"scope {self.site.name!r}: memory ran out in its backward in an audit, and its "
+                f"forward, computed anew, differs: {difference}: audit_every=None turns audits off"
+            )
+        self.slot.backward_done(pending, replayed=False)
+        return found
 
     def _backward(
         self, pending: PendingBackward, gradients: Sequence[Tensor | None]
@@ -248,16 +308,22 @@ class AuditedCall:
         keeps = keeps_graph()
         comparison: Comparison | None = None
         layouts = layouts_of(incoming)
+        backward = self.site.backward
         is_captured = (
-            self.site.backward is not None
-            and layouts == self.site.backward.layouts
+            backward is not None
+            and layouts == backward.layouts
             and self.slot.unreplayable(pending, layouts) is None
         )
         origins, self._origins = self._origins, None  # for the first backward only
         if self._has_passed and is_captured and origins is not None and stream is not None:
+            assert backward is not None
             origins.go_on_in_backward(run.incoming)
-            comparison = Comparison(stream, origins, self._named)
-        with comparison or contextlib.nullcontext():
+            conditions = backward.conditions
+            comparison = self._comparison(stream, origins, conditions, may_undo=not keeps)
+        with contextlib.ExitStack() as stack:
+            if comparison is not None:
+                stack.enter_context(comparison.undone_without_memory())
+                stack.enter_context(comparison)
             found = run.first_part(run.incoming, last=not keeps, random=pending.random)
         self.slot.backward_done(pending, replayed=False)
         if not keeps:
@@ -282,6 +348,12 @@ class AuditedCall:
             seconds = time.perf_counter() - started
             self._audit.schedule.took(seconds)
             self._audits.seconds += seconds
+
+    def _ran_out(self, missing: int | None) -> None:
+        self._open = None
+        gc.collect()  # frames of the error may hold memory of the call
+        self._recorder.backend.make_room()
+        self._audits.ran_out(f"scope {self.site.name!r}", missing, warn)
 
     def _passed(self) -> None:
         self._audits.note_passed()

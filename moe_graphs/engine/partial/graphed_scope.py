@@ -288,9 +288,10 @@ class GraphedScope:
                 produced = first
         elif mismatch is None:
             if site.replayed >= site.audit_due and is_due(captured.recorder, slot, site):
-                audited = AuditedCall(captured.recorder, slot, site, self.scope, leaves)
-                outputs, exit = audited.run(call)
-                return self.scope.epilogue(self.scope.assigned.take(outputs), exit, call)
+                audited = AuditedCall(captured.recorder, slot, site, self.scope, leaves).run(call)
+                if audited is not None:
+                    outputs, exit = audited
+                    return self.scope.epilogue(self.scope.assigned.take(outputs), exit, call)
             pending = slot.begin_replay(site, leaves)
             produced = replay(slot, pending, captured.recorder, self.delayed, leaves)
         if mismatch is not None:

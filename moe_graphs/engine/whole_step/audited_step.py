@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Comparison
+from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import apart
 from moe_graphs.engine.whole_step.capture_step import origins_of_step
 from moe_graphs.engine.whole_step.grad_fields import gradients_of
@@ -17,24 +18,37 @@ from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinit
 
 
 def why_not(definition: StepDefinition, recorded: RecordedStep) -> str | None:
-    """The reason why this step cannot be audited, or None."""
-    backend = definition.backend
+    """The reason why this step cannot be audited, or None. ``missing_bytes`` is one more."""
     if recorded.entry is not None and fp8.has_scales(definition.model):
         return "fp8"
     if recorded.gradients is not None and not recorded.gradients.finds_as_captured():
         return "other_gradients"
-    free = backend.free_bytes()
-    if free is not None and free < backend.pool_bytes(recorded.pool):
-        return "memory"
     return None
 
 
+def missing_bytes(definition: StepDefinition, recorded: RecordedStep) -> int:
+    """The bytes that are missing for an eager step beside the graph; 0 if it fits."""
+    free = definition.backend.free_bytes()
+    return 0 if free is None else max(0, definition.backend.pool_bytes(recorded.pool) - free)
+
+
 def audited_step(
-    definition: StepDefinition, recorded: RecordedStep, leaves: Sequence[Any], structure: Any
+    definition: StepDefinition,
+    recorded: RecordedStep,
+    leaves: Sequence[Any],
+    structure: Any,
+    *,
+    may_undo: bool,
 ) -> tuple[Any, str | None]:
     """Runs a step that matches the captured one eagerly.
 
     Returns its result, and the first difference from the capture or None.
+
+    Args:
+        may_undo: whether the step is put back if memory runs out.
+
+    Raises:
+        UndoneError: if memory ran out, and everything is as before the step.
     """
     audit, parameters = recorded.audit, list(definition.parameters().values())
     assert audit is not None
@@ -48,8 +62,12 @@ def audited_step(
         named |= {f"parameter {name!r}": each for name, each in model.named_parameters()}
         return named | {f"buffer {name!r}": each for name, each in model.named_buffers()}
 
-    comparison = Comparison(audit.forward, origins, named)
-    with comparison:
+    before = None
+    if may_undo:
+        guards = [recorded.guards.present()]
+        before = Snapshot(definition.backend, guards=guards, gradients_of=parameters)
+    comparison = Comparison(audit.forward, origins, named, before)
+    with comparison.undone_without_memory(), comparison:
         result = definition.run(pytree.tree_unflatten(given, structure))
     outputs = pytree.tree_leaves(result)
     left = [each.detach() if isinstance(each, Tensor) else each for each in outputs]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 import weakref
 from collections import Counter
@@ -38,7 +39,7 @@ from moe_graphs.config import (
     check_option,
 )
 from moe_graphs.engine.assigned import Left
-from moe_graphs.engine.audit import NEVER, Audits
+from moe_graphs.engine.audit import NEVER, Audits, UndoneError
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.guards import torch_state
@@ -49,7 +50,7 @@ from moe_graphs.engine.report import FallbackWarning, PrintedReport, occupancy_o
 from moe_graphs.engine.tensors import Mismatch, owned
 from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import fsdp
-from moe_graphs.engine.whole_step.audited_step import audited_step, why_not
+from moe_graphs.engine.whole_step.audited_step import audited_step, missing_bytes, why_not
 from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.optimizers import check_capturable_flags
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinition
@@ -84,12 +85,12 @@ class FullIterationReport(PrintedReport):
             there are.
         portable_launches: as in ``engine.report.Report``.
         off_because: why there is no graph, after a capture that failed.
-        audits_passed, audit_seconds: as in ``engine.report.Report``.
+        audits_passed, audit_seconds, audits_missed_bytes: as in ``engine.report.Report``.
         audits_skipped: reason -> number of audits that could not be made: "memory" (an eager step
-            does not fit beside the graph), "fp8" (such steps are never audited),
-            "other_gradients" (a ``.grad`` was missing that the capture found), "mismatch" (the call
-            was not to be replayed), "another_rank" (it could not be made there), "often" (models
-            are switched or loaded too often for an audit each time).
+            does not fit beside the graph, or memory ran out in it), "fp8" (such steps are never
+            audited), "other_gradients" (a ``.grad`` was missing that the capture found), "mismatch"
+            (the call was not to be replayed), "another_rank" (it could not be made there), "often"
+            (models are switched or loaded too often for an audit each time).
         last_audited_step: number of the last call whose audit passed; None before the first.
     """
 
@@ -113,6 +114,7 @@ class FullIterationReport(PrintedReport):
     audits_passed: int = 0
     audit_seconds: float = 0.0
     audits_skipped: dict[str, int] = field(default_factory=dict)
+    audits_missed_bytes: int = 0
     last_audited_step: int | None = None
 
 
@@ -242,8 +244,8 @@ class FullIteration(Generic[BatchT, ResultT]):
             if self.state != "captured":
                 return self._eager(batch, self.state)
             leaves, structure = pytree.tree_flatten(self._definition.given(batch))
-        if is_audited:
-            return self._audit(leaves, structure)
+        if is_audited and (audited := self._audit(leaves, structure)) is not None:
+            return audited[0]
         self._replayed += 1
         result = self._recorded.replay(leaves)
         if type(result) is Left:
@@ -442,9 +444,13 @@ class FullIteration(Generic[BatchT, ResultT]):
             return False
         is_other = mismatch is not None
         reason = "mismatch" if is_other else why_not(self._definition, self._recorded)
-        if not self._ranks.any(reason is not None):
+        missing = 0 if reason else missing_bytes(self._definition, self._recorded)
+        if not self._ranks.any(reason is not None or missing > 0):
             return True
-        self._audits.skipped[reason or "another_rank"] += 1
+        if missing:
+            self._audits.without_memory(missing)
+        else:
+            self._audits.skipped[reason or "another_rank"] += 1
         schedule.put_off(self._calls)
         self._audit_due = schedule.due
         return False
@@ -453,22 +459,31 @@ class FullIteration(Generic[BatchT, ResultT]):
         """The objects that, when they are switched or loaded, let the next step be audited."""
         return [*self._definition.model.modules(), *self._definition.optimizers()]
 
-    def _audit(self, leaves: list[Any], structure: Any) -> Any:
-        """Runs a step eagerly and compares it with the capture."""
-        self._audits.step, self._audited = self._calls, self._audited + 1
-        audit = self._recorded.audit
+    def _audit(self, leaves: list[Any], structure: Any) -> tuple[Any, ...] | None:
+        """Runs a step eagerly and compares it with the capture; returns its result in a tuple.
+
+        Returns None if memory ran out. Everything is as before then, and the step may be replayed.
+        """
+        self._audits.step = self._calls
+        audit, result, missing = self._recorded.audit, None, None
         assert audit is not None
         started = time.perf_counter()
-        with self._on_given_stream():
-            outputs, difference = audited_step(self._definition, self._recorded, leaves, structure)
-            result = owned(self._definition.assigned.take(outputs))
-        difference = self._ranks.first_of(difference)
+        try:
+            result, difference = self._run_audited(leaves, structure)
+        except UndoneError as error:
+            missing = error.missing
+        if result is None:
+            gc.collect()  # frames of the error may hold memory of the step
         self._definition.backend.make_room()  # no memory of an eager step is kept beside the graph
         seconds = time.perf_counter() - started
         self._audits.seconds += seconds
         audit.schedule.took(seconds)
         audit.schedule.audited(self._calls)
         self._audit_due = audit.schedule.due
+        if result is None:
+            self._audits.ran_out(_NAME, missing, warn)
+            return None
+        self._audited += 1
         if difference is None:
             self._audits.note_passed()
             audit.last = self._calls
@@ -478,6 +493,16 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._resources.release()
         self._audits.found(_NAME, message, warn)
         return result
+
+    def _run_audited(self, leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], str | None]:
+        """The result of an audited step in a tuple, and the first difference on any rank."""
+        is_alone = self._ranks.group is None  # other ranks cannot put their step back
+        with self._on_given_stream():
+            outputs, difference = audited_step(
+                self._definition, self._recorded, leaves, structure, may_undo=is_alone
+            )
+            result = owned(self._definition.assigned.take(outputs))
+        return (result,), self._ranks.first_of(difference)
 
     def _on_given_stream(self) -> contextlib.AbstractContextManager[None]:
         """DDP accumulates on the stream that it was built on; on another one torch warns."""

@@ -1,0 +1,239 @@
+"""Memory runs out in an audit: training goes on as without the audit, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import moe_graphs
+from moe_graphs import FullIteration, GraphConfig, GraphWarning
+from moe_graphs.engine import audit
+from moe_graphs.engine.audit import Comparison
+from moe_graphs.engine.tensors import tensor_leaves
+from training_runs import DEVICES
+
+WIDTH, WARM, STEPS = 8, 5, 9
+ENGINES = ("scopes", "callables", "whole steps")
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "which 512.00 MiB is free. Process 1 has 78.61 GiB memory in use."
+)
+ran_out = r"memory ran out in an audit \(1.50 GiB were missing\)"
+on_devices = pytest.mark.parametrize("device", DEVICES)
+on_engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+class Counting(torch.autograd.Function):
+    """The identity; its backward counts in a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counter: Tensor) -> Tensor:
+        ctx.counter = counter
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.counter.add_(1.0)
+        return gradient * 2.0, None
+
+
+class Block(nn.Module):
+    """It counts in buffers in forward and backward, draws random numbers, and keeps a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout, self.calls = nn.Dropout(0.2), 0
+        self.mean: Any = torch.zeros(())
+        self.register_buffer("forwards", torch.zeros(()))
+        self.register_buffer("backwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.dropout(self.up(x)).relu()
+        self.forwards.add_(1.0)
+        y = self.down(Counting.apply(h, self.backwards))
+        self.mean = y.detach().mean()
+        return x + y * F.dropout(y, 0.1)
+
+
+class Training:
+    """A training eagerly, or with an engine."""
+
+    def __init__(self, engine: str | None, device: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.device, self.engine = device, engine
+        self.model = nn.Sequential(Block(), Block()).to(device)
+        for block in self.model:
+            block.mean = block.mean.to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.handle: Any = None
+        if engine == "scopes":
+            self.handle = moe_graphs.graph(self.model, GraphConfig("*", warmup_steps=2, **options))
+        elif engine == "callables":
+            blocks = tuple(self.model)
+            x = torch.zeros(4, WIDTH, device=device, requires_grad=True)
+            moe_graphs.make_graphed_callables(blocks, ((x,),) * len(blocks), **options)
+            self.handle = blocks[0].graphs
+        elif engine == "whole steps":
+            state = {"model": self.model, "optimizer": self.optimizer}
+            self.handle = FullIteration(self.train, warmup_steps=2, **state, **options)
+
+    def train(self, x: Tensor) -> Tensor:
+        loss = self.model(x.detach().requires_grad_()).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def step(self) -> Tensor:
+        x = torch.randn(4, WIDTH, device=self.device)
+        if self.engine == "whole steps":
+            return self.handle(x)
+        if self.engine != "scopes":
+            return self.train(x)
+        with self.handle.step():
+            return self.train(x)
+
+    def backend(self) -> Any:
+        is_step = self.engine == "whole steps"
+        return self.handle._definition.backend if is_step else self.handle.backend
+
+    def left(self) -> list[Any]:
+        blocks = [(block.calls, block.mean.item()) for block in self.model]
+        state = self.optimizer.state.values()
+        kept = [*self.model.state_dict().values(), *(each["momentum_buffer"] for each in state)]
+        return [blocks, torch.rand(1).item(), *(each.tolist() for each in kept)]
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Lets memory run out at an operation of the next audit; returns names of operations so far."""
+    seen, see = [], Comparison.see
+
+    def failing(self: Comparison, func: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(str(func))
+        if len(seen) == number:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return see(self, func, args, kwargs)
+
+    monkeypatch.setattr(Comparison, "see", failing)
+    return seen
+
+
+def expected(device: str, steps: int) -> tuple[list[float], list[Any]]:
+    run = Training(None, device)
+    return [run.step().item() for _ in range(steps)], run.left()
+
+
+def compare_with_failure(
+    engine: str, device: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Trains with one audit in which memory runs out; returns the report."""
+    losses, left = expected(device, STEPS)
+    run = Training(engine, device, audit_every=10_000, on_mismatch="error", on_audit="error")
+    found = [run.step().item() for _ in range(WARM)]
+    with monkeypatch.context() as patch:
+        fail_at(patch, number)
+        run.handle.audit_soon()
+        with pytest.warns(GraphWarning, match=ran_out):
+            found.append(run.step().item())
+    found += [run.step().item() for _ in range(STEPS - WARM - 1)]
+    assert found == losses
+    assert run.left() == left
+    return run.handle.report()
+
+
+# Operations of forward, backward and update; the last ones of a whole step have written parameters.
+@on_devices
+@on_engines
+@pytest.mark.parametrize("number", [1, 10, 21, 45])
+def test_training_goes_on_bit_for_bit(engine, number, device, monkeypatch):
+    report = compare_with_failure(engine, device, number, monkeypatch)
+    assert report.audits_skipped == {"memory": 1}
+    assert report.audits_missed_bytes == 3 << 29
+    assert report.state == "captured"
+    assert "1.5 GiB were missing" in str(report)
+
+
+@pytest.mark.long
+@on_engines
+def test_memory_may_run_out_in_any_operation(engine, monkeypatch):
+    run = Training(engine, "cpu", audit_every=10_000)
+    for _ in range(WARM):
+        run.step()
+    run.handle.audit_soon()
+    with monkeypatch.context() as patch:
+        operations = fail_at(patch, -1)
+        run.step()
+    assert len(operations) > 50
+    for number in range(1, len(operations) + 1):
+        compare_with_failure(engine, "cpu", number, monkeypatch)
+
+
+@on_engines
+def test_only_the_first_one_warns_and_windows_grow(engine, monkeypatch):
+    """An audit that never fits takes its share of the time, and no more."""
+    losses, _ = expected("cpu", 24)
+    run, found, failed = Training(engine, "cpu"), [], []
+
+    def failing(self: Comparison, *_: Any) -> Any:
+        failed.append(self)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Comparison, "see", failing)
+    with pytest.warns(GraphWarning) as caught:
+        found += [run.step().item() for _ in range(24)]
+    assert found == losses
+    assert [str(each.message).split(": ")[1].split(". ")[0] for each in caught] == [
+        "memory ran out in an audit"
+    ]
+    report = run.handle.report()
+    assert report.audits_skipped == {"memory": len(failed)}
+    assert report.audited == report.audits_missed_bytes == 0
+    assert 0 < len(failed) < report.replayed
+
+
+@on_engines
+def test_what_cannot_be_put_back_raises_as_eager_does(engine, monkeypatch):
+    monkeypatch.setattr(audit, "_MOST_KEPT", 0)
+    run = Training(engine, "cpu", audit_every=10_000)
+    for _ in range(WARM):
+        run.step()
+    fail_at(monkeypatch, 12)  # it has counted its forward by then
+    run.handle.audit_soon()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run.step()
+    assert re.search("memory ran out in an audit, .*cannot be put back", caught.value.__notes__[0])
+
+
+@on_engines
+def test_memory_of_the_audit_is_freed_before_training_goes_on(engine, monkeypatch):
+    run, made = Training(engine, "cpu", audit_every=10_000), list[StorageWeakRef]()
+    for _ in range(WARM):
+        run.step()
+    backend, see = run.backend(), Comparison.see
+    alive: list[int] = []
+
+    def failing(self: Comparison, func: Any, args: Any, kwargs: Any) -> Any:
+        if len(made) > 8:
+            raise torch.OutOfMemoryError(MESSAGE)
+        out = see(self, func, args, kwargs)
+        made.extend(StorageWeakRef(each.untyped_storage()) for each in tensor_leaves(out))
+        return out
+
+    def make_room() -> None:
+        alive.append(sum(not each.expired() for each in made))
+
+    monkeypatch.setattr(backend, "make_room", make_room)
+    monkeypatch.setattr(Comparison, "see", failing)
+    run.handle.audit_soon()
+    with pytest.warns(GraphWarning, match=ran_out):
+        run.step()
+    kept = {each.untyped_storage().data_ptr() for each in run.model.state_dict().values()}
+    assert alive[0] <= len(kept)
