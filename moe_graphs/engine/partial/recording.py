@@ -479,7 +479,8 @@ class BackwardRun:
 
     def second_part(self) -> list[Tensor | None]:
         """Runs the second part, which goes on from the last run of the first part."""
-        assert self._open is not None and self._split is not None, "its autograd graph is freed"
+        assert self._open is not None, "its autograd graph is freed"
+        assert self._split is not None, "its autograd graph is freed"
         if not self._outputs:
             return [None] * len(self.second_uses)
         uses = self._open.uses
