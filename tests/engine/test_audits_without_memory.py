@@ -44,7 +44,7 @@ class Counting(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """It counts in buffers in forward and backward, draws random numbers, and keeps a value."""
+    """A block that counts in buffers in both directions, draws random numbers and keeps a value."""
 
     def __init__(self) -> None:
         super().__init__()
