@@ -19,10 +19,10 @@ from hf_families import implementation_of, loss_and_gradients, skip_unknown, tin
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "llama", "qwen3_next")
 
 OWN = {
-    "llama": {"rotary", "residual"},
+    "llama": {"rotary", "residual", "packing"},
     "gpt_oss": {"experts"},
-    "olmoe": {"rotary", "moe", "residual"},  # its attention may clip
-    "deepseek_v3": {"rotary", "moe", "residual"},
+    "olmoe": {"rotary", "moe", "residual", "packing"},  # its attention may clip
+    "deepseek_v3": {"rotary", "moe", "residual", "packing"},
     "qwen3_next": {"rotary", "moe"},
 }
 
@@ -36,7 +36,7 @@ def test_it_trains_as_before_and_is_undone(family):
     accelerated = accelerate_model(model, graphs=False)
     parts = {change.part for change in accelerated.changes if change.done}
     assert parts == {"loss", "logits", "norms", "caching"} | OWN.get(
-        family, {"rotary", "moe", "residual"}
+        family, {"rotary", "moe", "residual", "packing"}
     )
     assert model.state_dict().keys() == state.keys()
     found = loss_and_gradients(model, tokens())

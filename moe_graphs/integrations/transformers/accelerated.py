@@ -20,6 +20,7 @@ from moe_graphs.integrations.transformers.checkpointing import Look, pass_by, ru
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits, defer_logits
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
+from moe_graphs.integrations.transformers.packed_rows import mask_documents
 from moe_graphs.integrations.transformers.reached_code import host_read
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
@@ -128,8 +129,9 @@ def accelerate_model(
     Returns:
         What was done and left; ``print`` it. Losses are equal to rounding, not bitwise: other
         kernels add in another order. With or without ``graphs`` they are bitwise the same.
-        Training mode caches no keys and values unless ``use_cache=True`` is given: rows packed by
-        ``position_ids`` without a mask do not see one another then, as with ``use_cache=False``.
+        Training mode caches no keys and values unless ``use_cache=True`` is given. Documents that
+        are packed into a row by ``position_ids`` without a mask do not see one another then, as
+        with ``use_cache=False``. Their mask is made on the device, for any number of documents.
 
     Raises:
         ValueError: the model has graphs already, or is neither transformers' nor PEFT's;
@@ -163,7 +165,8 @@ def accelerate_model(
         if whole_steps:
             static_attention(inner, done)
             done.no_graphs("layers", "FullIteration makes one graph of the whole step")
-        elif graphs:
+        mask_documents(inner, done)
+        if graphs and not whole_steps:
             _graph_layers(model, done, None if graphs is True else graphs)
     except BaseException:
         done.undo()

@@ -122,15 +122,18 @@ def _why_masks(rule: MaskRule, given: dict[str, Any]) -> str | None:
             "attention_mask: layers of linear attention read no padding from one of four "
             "dimensions. Pad on the right, and pass batches through static_batch"
         )
+    ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    tokens = embeddings if ids is None else ids
+    too_long = None if tokens is None else rule.too_long(tokens.shape[1])
+    if too_long is not None:
+        return too_long
     for name in ("position_ids", "past_key_values", "cache"):
         if mask is None and given.get(name) is not None:
             return (
                 f"{name}: in a whole step no mask is built from it. Pass a 4-D attention_mask, or "
                 f"undo()"
             )
-    ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
-    tokens = embeddings if ids is None else ids
-    return None if tokens is None else rule.too_long(tokens.shape[1])
+    return None
 
 
 def static_batch(

@@ -1,0 +1,103 @@
+"""Rows of several documents (``position_ids`` that begin anew, no mask) in graphs.
+
+transformers reads the positions on the host to find out whether there are several documents, and
+builds no mask for a single one, so neither layers nor whole steps would have one signature. Here
+each such row in training gets the mask of its documents, which is computed on the device. Its shape
+depends on the shape of the batch alone.
+
+Shapes: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
+from moe_graphs.integrations.transformers.mask_rules import (
+    MaskRule,
+    UnknownMasksError,
+    builder_of,
+    mask_rule,
+)
+from moe_graphs.layers.documents import document_ids, document_mask
+
+_RULE = "_moe_graphs_documents"
+_NOT_PACKED = ("attention_mask", "past_key_values", "cache")
+# Collators give these for kernels that are not sdpa's. They differ from batch to batch.
+_OF_OTHER_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def mask_documents(model: Any, done: Changes) -> None:
+    """Gives the model, in training, the mask of packed rows. ``done`` takes the change.
+
+    A model whose masks are not known to be causal, or that has other attention than ``sdpa``, is
+    left: transformers then builds its masks outside of the graphs of layers.
+    """
+    before, base = model.config._attn_implementation, builder_of(model)
+    rule = _rule_or_reason(before, base)
+    if not isinstance(rule, MaskRule):
+        done.left("packing", before, 1, f"{rule}: packed rows are transformers' own")
+        return
+    setattr(base, _RULE, rule)
+    kind: Any = type(base)
+    restore = change_class([base], derived(kind, _masking))
+
+    def undo() -> None:
+        restore()
+        delattr(base, _RULE)
+
+    limit = "" if rule.window is None else f" of up to {rule.window} tokens"
+    note = f"rows{limit} that are packed by position_ids get a mask on the device"
+    done.changed("packing", before, 1, note, undo)
+
+
+def _rule_or_reason(attention: str, base: Any) -> MaskRule | str:
+    if attention != "sdpa":
+        return f"{attention} attention"
+    if "forward" in vars(base):
+        return "the model has a forward of its own"
+    try:
+        rule = mask_rule(base)
+    except UnknownMasksError as error:
+        return str(error)
+    return "linear attention" if rule.reads_padding else rule
+
+
+def _masking(kind: type[Any]) -> Any:
+    forward = kind.forward
+    names = list(inspect.signature(forward).parameters)[1:]
+    place = names.index("attention_mask")
+
+    @functools.wraps(forward)
+    def masking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        positions = _packed(self, {**dict(zip(names, args, strict=False)), **kwargs})
+        if positions is None:
+            return forward(self, *args, **kwargs)
+        kept = {name: x for name, x in kwargs.items() if name not in _OF_OTHER_KERNELS}
+        mask = document_mask(document_ids(positions))
+        if place < len(args):
+            return forward(self, *args[:place], mask, *args[place + 1 :], **kept)
+        return forward(self, *args, **(kept | {"attention_mask": mask}))
+
+    return masking
+
+
+def _packed(model: nn.Module, given: dict[str, Any]) -> Tensor | None:
+    """The positions of rows in training that may be packed, None for other calls."""
+    positions, rule = given.get("position_ids"), getattr(model, _RULE)
+    if (
+        not model.training
+        or not torch.is_grad_enabled()
+        or not isinstance(positions, Tensor)
+        or positions.dim() != 2
+        or any(given.get(name) is not None for name in _NOT_PACKED)
+        or given.get("use_cache")
+        or rule.too_long(positions.shape[1]) is not None
+    ):
+        return None
+    return positions
