@@ -176,6 +176,12 @@ EAGER_CALLS: Mapping[str, Reason] = {
         "calls are missing that were there in the warm-up steps, or their order is another one",
         f"call the scopes of every microbatch alike, or {CAPTURE_AGAIN}",
     ),
+    "input_written": Reason(
+        "an input was written through `.data` between forward and backward, and a graph reads a "
+        "copy from before",
+        "write to a clone() of it",
+        1,
+    ),
     "input_moved": Reason(
         "an input was the untouched output of another scope at the capture, and is another tensor",
         "call the scopes of every microbatch alike",

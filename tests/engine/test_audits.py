@@ -462,6 +462,70 @@ def test_other_distances_are_refused(every):
         GraphConfig("*", on_audit="never")
 
 
+def written_past_versions(engine: str, device: str, what: str, since: int, **options: Any) -> Any:
+    """Losses and gradients of steps from ``since`` on in which ``.data`` writes behind a forward.
+
+    It writes into the input or the output of a block.
+    """
+
+    class Saving(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(super().forward(x).exp() * x)
+
+    torch.manual_seed(0)
+    model, begin = Saving(WIDTH, WIDTH).to(device), nn.Linear(WIDTH, WIDTH).to(device)
+    both = nn.ModuleList([begin, model])
+    handle: Any = None
+    if engine == "scopes":
+        handle = moe_graphs.graph(both, GraphConfig("*1", warmup_steps=2, **options))
+    elif engine == "callables":
+        x = torch.zeros(4, WIDTH, device=device, requires_grad=True)
+        moe_graphs.make_graphed_callables(model, (x,), **options)
+        handle = model.graphs
+    found = []
+    for number in range(12):
+        with handle.step() if engine == "scopes" else contextlib.nullcontext():
+            h = begin(torch.randn(4, WIDTH, device=device))
+            y = model(h)
+            if number >= since:
+                {"input": h, "output": y}[what].data.mul_(0.5)
+            y.square().mean().backward()
+        found.append([each.grad.tolist() for each in both.parameters()])
+        both.zero_grad()
+    return found, None if handle is None else handle.report()
+
+
+@on_devices
+@pytest.mark.parametrize("since", [0, 6])
+def test_an_input_that_data_writes_before_the_backward_is_found(since, device):
+    """A scope finds it at its capture, or an audit does; the calls that find it are right."""
+    expected, _ = written_past_versions("eager", device, "input", since)
+    with pytest.warns(GraphWarning, match="input 'x' was written between forward and backward"):
+        found, report = written_past_versions("scopes", device, "input", since, audit_every=1)
+    assert found == expected
+    assert report.eager_calls["input_written" if since == 0 else "found_by_audit"] > 2
+
+
+@on_devices
+def test_an_audit_finds_what_data_writes_into_an_input_of_a_callable(device):
+    expected, _ = written_past_versions("eager", device, "input", 0)
+    with pytest.warns(GraphWarning, match="input 'x' was written between forward and backward"):
+        found, _ = written_past_versions("callables", device, "input", 0, audit_every=1)
+    assert found[-4:] == expected[-4:]
+
+
+@on_devices
+@pytest.mark.parametrize("engine", ["scopes", "callables"])
+@pytest.mark.parametrize("every", [None, 1])
+def test_an_output_that_data_writes_before_the_backward_is_right(engine, every, device):
+    """The backward reads the output where the caller has it, in audits, too."""
+    expected, _ = written_past_versions("eager", device, "output", 0)
+    options = {"audit_every": every, "on_audit": "error", "on_mismatch": "error"}
+    found, report = written_past_versions(engine, device, "output", 0, **options)
+    assert found == expected
+    assert report.replayed + report.audited > 8
+
+
 # ---- when
 
 

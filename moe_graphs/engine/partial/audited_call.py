@@ -12,6 +12,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -315,6 +316,9 @@ class AuditedCall:
             and self.slot.unreplayable(pending, layouts) is None
         )
         origins, self._origins = self._origins, None  # for the first backward only
+        if self._has_passed and origins is not None:
+            self._compare_inputs(pending)
+            self._take_over_outputs(open)
         if self._has_passed and is_captured and origins is not None and stream is not None:
             assert backward is not None
             origins.go_on_in_backward(run.incoming)
@@ -336,6 +340,25 @@ class AuditedCall:
         elif self._has_passed and origins is not None:
             self._passed()
         return found
+
+    def _compare_inputs(self, pending: PendingBackward) -> None:
+        """Looks for inputs that were written past their versions since the forward."""
+        written = pending.written_unseen()
+        if written:
+            self._differs(pending.mismatch_of_written(written[0][0]).message)
+            self._has_passed = False
+
+    def _take_over_outputs(self, open: OpenCall) -> None:
+        """Gives the backward its saved outputs as they are now.
+
+        The caller has them in static memory, and may have written there past their versions.
+        """
+        forward = self.site.forward
+        saved = {each.data_ptr() for each in forward.saved_outputs}
+        differentiable = compress(forward.outputs, forward.differentiable)
+        for static, live in zip(differentiable, open.outputs, strict=True):
+            if static.data_ptr() in saved:
+                copy_to(target_of(unwrap(live)), unwrap(static))
 
     # ---- what an audit leads to
 

@@ -252,6 +252,7 @@ class Recorder:
         """
         site = pending.site
         assert site.open is not None
+        self._take_over_inputs(pending)
         site.run = run = BackwardRun(site.open, incoming, self.split)
 
         def eagerly() -> list[Tensor | None]:
@@ -280,6 +281,16 @@ class Recorder:
                         self._record(slot, pending, run, eager, again, conditions, effects)
                     guards.check_unchanged()
         return dict(zip(run.first_uses, eager, strict=True))
+
+    def _take_over_inputs(self, pending: PendingBackward) -> None:
+        """Gives the backward inputs as they are now, if they were written past their versions.
+
+        Such a scope runs eagerly from now on.
+        """
+        site = pending.site
+        for number, leaf in pending.written_unseen():
+            copy_to(site.forward.targets[site.forward.loaded.index(number)], leaf)
+            site.planned.refused = pending.mismatch_of_written(number)
 
     def _of_forward(self, site: CallSite, effects: SideEffects) -> Guards | None:
         """The guards of the forward that a backward runs again, or None.
@@ -341,6 +352,7 @@ class Recorder:
 
     def _may_record(self, slot: Slot, site: CallSite) -> bool:
         may_not = self.failure is not None or not slot.may_record_backward()
+        may_not |= site.planned.refused is not None
         return not site.planned.ranks.any(may_not)
 
     @contextlib.contextmanager

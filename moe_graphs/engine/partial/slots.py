@@ -73,9 +73,9 @@ from moe_graphs.engine.partial.trials import Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning
-from moe_graphs.engine.tensors import Mismatch, Signature, copy_to, results_of
+from moe_graphs.engine.tensors import Mismatch, Signature, copy_to, results_of, unwrap
 from moe_graphs.engine.tracing import mismatch_of_memory
-from moe_graphs.engine.verify import Difference, warn
+from moe_graphs.engine.verify import Difference, same_bits, warn
 from moe_graphs.errors import GraphError
 
 # ---- one call site of a slot: what was recorded there, and what its replays change
@@ -360,6 +360,32 @@ class PendingBackward:
                     f"other output gradients than those of its inputs were: a graph's saved "
                     f"tensors serve one backward"
                 )
+
+    def written_unseen(self) -> list[tuple[int, Tensor]]:
+        """Numbers and tensors of inputs that were written since the forward without a new version.
+
+        ``.data`` and numpy write so. The values are read, so this waits for the device.
+        """
+        forward, found = self.site.forward, []
+        own = set(forward.loaded) - forward.linked
+        for number, (ref, version) in zip(forward.saved_inputs, self._inputs, strict=True):
+            leaf, static = ref(), forward.inputs[number]
+            if leaf is None or leaf._version != version or number not in own:
+                continue
+            is_in_place = unwrap(leaf).data_ptr() == unwrap(static).data_ptr()
+            if not is_in_place and not same_bits(leaf, static):
+                found.append((number, leaf))
+        return found
+
+    def mismatch_of_written(self, number: int) -> Mismatch:
+        """Why a scope whose input was written unseen is not replayed."""
+        name = self.site.planned.signature.leaves[number].name
+        remedy = EAGER_CALLS["input_written"].remedy
+        message = (
+            f"input {name!r} was written between forward and backward without a new version "
+            f"(.data), and a graph reads a copy from before: {remedy}"
+        )
+        return Mismatch("input_written", message)
 
     def check_unmodified(self) -> None:
         """Checks, as eager does, that no tensor that the backward needs was modified in place."""
