@@ -378,7 +378,7 @@ class PendingBackward:
         return found
 
     def mismatch_of_written(self, number: int) -> Mismatch:
-        """Why a scope whose input was written unseen is not replayed."""
+        """The reason why a scope whose input was written unseen is not replayed."""
         name = self.site.planned.signature.leaves[number].name
         remedy = EAGER_CALLS["input_written"].remedy
         message = (
