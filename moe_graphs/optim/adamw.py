@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -183,16 +183,29 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         for number, group in enumerate(self.param_groups):
             _check_gradients(group["params"], number)
-        rows = [self._rows(group) for group in self.param_groups]
-        for group, of_group in zip(self.param_groups, rows, strict=True):
+        groups = self.param_groups
+        numbered = (enumerate(group["params"], self._first(group)) for group in groups)
+        rows = [self._rows(*each) for each in zip(groups, numbered, strict=True)]
+        for group, of_group in zip(groups, rows, strict=True):
             self._update(group, of_group)
         return loss
 
-    def _rows(self, group: dict[str, Any]) -> list[Row]:
+    @torch.no_grad()
+    def update(self, number: int, numbered: Iterable[tuple[int, Tensor]]) -> None:
+        """Make one update of some parameters of group ``number``, as ``step`` would make it.
+
+        Args:
+            numbered: parameters with their numbers among all parameters of the optimizer.
+        """
+        group, numbered = self.param_groups[number], list(numbered)
+        _check_gradients([parameter for _, parameter in numbered], number)
+        self._update(group, self._rows(group, numbered))
+
+    def _rows(self, group: dict[str, Any], numbered: Iterable[tuple[int, Tensor]]) -> list[Row]:
         options, states, rows = self.options, self.state, []
         averaged, drawn = options.ema_decay is not None, options.stochastic_rounding
         needs_random_bits = options.needs_random_bits
-        for number, parameter in enumerate(group["params"], self._first(group)):
+        for number, parameter in numbered:
             gradient = parameter.grad
             if gradient is None:
                 continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -124,11 +124,11 @@ class Muon(AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
         self._of_muon = {name: self.defaults[name] for name in _OPTIONS}
 
-    def _rows(self, group: dict[str, Any]) -> list[Any]:
+    def _rows(self, group: dict[str, Any], numbered: Iterable[tuple[int, Tensor]]) -> list[Any]:
         if not group["muon"]:
-            return super()._rows(group)
+            return super()._rows(group, numbered)
         rows = []
-        for parameter in group["params"]:
+        for _, parameter in numbered:
             if parameter.grad is None:
                 continue
             state = self.state[parameter]

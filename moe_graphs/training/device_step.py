@@ -119,7 +119,7 @@ class DeviceStep:
             factor = clip_factor(self.clip_norm, norm)
         if not applies_tensor_decay(self.optimizer):  # a deep copy has lost its hooks
             decay_weights(self.optimizer, skipped)
-        with _skipped_if(self.optimizer, skipped), _multiplied(self.optimizer, gradients, factor):
+        with _skipped_if(self.optimizer, skipped), multiplied(self.optimizer, gradients, factor):
             self.optimizer.step()
         if self.ema is not None:
             self.ema.update(skipped)
@@ -174,7 +174,7 @@ def _skipped_if(optimizer: Optimizer, skipped: Tensor | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _multiplied(
+def multiplied(
     optimizer: Optimizer, gradients: list[Tensor], factor: Tensor | None
 ) -> Iterator[None]:
     """Context in which the optimizer's gradients count times ``factor``.
