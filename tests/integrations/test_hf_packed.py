@@ -12,7 +12,7 @@ import moe_graphs
 from moe_graphs.integrations.transformers import GraphCallback, accelerate_model
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-from hf_families import implementation_of, skip_unknown, tiny, tokens  # noqa: E402
+from hf_families import FAMILIES, implementation_of, skip_unknown, tiny, tokens  # noqa: E402
 
 # Lengths of documents in each of two rows of 16 tokens, step by step.
 STEPS = (
@@ -159,6 +159,42 @@ def test_router_losses_and_statistics_are_those_of_transformers(options):
         torch.testing.assert_close(one, other)
 
 
+NOTHING = dict(experts=False, norms=False, residuals=False, rotary=False, loss=False, graphs=False)
+LEFT = {  # and why
+    **dict.fromkeys(["deepseek_v4", "gpt_oss", "mimo_v2_flash"], "eager attention"),
+    **dict.fromkeys(["minimax", "qwen3_5_moe", "qwen3_next"], "linear attention"),
+    **dict.fromkeys(["afmoe", "opt"], "not known to follow position_ids"),
+    "gemma3_text": "gives masks or_mask_function",
+}
+SOME = {"qwen3_moe", "mixtral", "llama4_text", *list(LEFT)[-3:]}
+ALL = dict.fromkeys([*FAMILIES, "llama", "gpt2", "llama4_text", *LEFT])
+WITHOUT_THEM = {"bailing_hybrid", "nemotron_h"}  # transformers takes no such rows, or takes minutes
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in SOME else pytest.param(name, marks=pytest.mark.long)
+        for name in ALL
+        if name not in WITHOUT_THEM
+    ],
+)
+def test_packed_rows_are_those_of_transformers_bit_for_bit(family):
+    skip_unknown(family)
+    no_noise = dict.fromkeys(
+        ("router_jitter_noise", "input_jitter_noise", "dropout", "attn_pdrop", "resid_pdrop",
+         "embd_pdrop"), 0.0,
+    )  # fmt: skip
+    model = tiny(family, implementation_of(family), sliding_window=16, **no_noise)
+    given = dict(input_ids=tokens(), position_ids=positions(STEPS[2]))
+    expected = model(**given, use_cache=False).logits
+    accelerated = accelerate_model(model, **NOTHING)
+    assert torch.equal(model(**given).logits, expected)
+    line = next(change for change in accelerated.changes if change.part == "packing")
+    assert line.done == (family not in LEFT)
+    assert LEFT.get(family, "documents see themselves alone") in line.note
+
+
 @pytest.mark.parametrize("change", ["padded", "cached", "evaluated", "windowed", "eager"])
 def test_what_is_not_packed_stays_as_transformers_has_it(change):
     given = dict(input_ids=tokens(), position_ids=positions(STEPS[1]))
@@ -172,8 +208,7 @@ def test_what_is_not_packed_stays_as_transformers_has_it(change):
         given["attention_mask"] = torch.ones(2, 16).tril(10)
     given["use_cache"] = change == "cached"
     expected = model(**given).logits
-    nothing = dict(experts=False, norms=False, residuals=False, rotary=False, loss=False)
-    accelerated = accelerate_model(model, **nothing, graphs=False)
+    accelerated = accelerate_model(model, **NOTHING)
     assert torch.equal(model(**given).logits, expected)
     line = next(change for change in accelerated.changes if change.part == "packing")
     assert line.done == (change != "eager")
@@ -184,8 +219,7 @@ def test_a_mask_by_position_and_copies_of_the_model_are_served():
     model = tiny("llama", None)
     places = positions(STEPS[1])
     expected = model.model(tokens(), position_ids=places, use_cache=False)[0]
-    nothing = dict(norms=False, residuals=False, rotary=False, loss=False)
-    accelerated = accelerate_model(model, **nothing, graphs=False)
+    accelerated = accelerate_model(model, **NOTHING)
     again = pickle.loads(pickle.dumps(model))
     for each in (model, copy.deepcopy(model), again):
         assert torch.equal(each.model(tokens(), None, places)[0], expected)

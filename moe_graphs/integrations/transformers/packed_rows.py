@@ -2,8 +2,9 @@
 
 transformers reads the positions on the host to find out whether there are several documents, and
 builds no mask for a single one, so neither layers nor whole steps would have one signature. Here
-each such row in training gets the mask of its documents, which is computed on the device. Its shape
-depends on the shape of the batch alone.
+the model gets the number of each token's document in training, computed on the device, in place of
+a mask. transformers hands on a mask of four dimensions as it is; attention makes a mask of it. So
+the inputs of layers are as long as the row, not its square, and have one shape.
 
 Shapes: B batch, S sequence.
 """
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
 from moe_graphs.integrations.transformers.mask_rules import (
+    CAUSAL,
+    WINDOWS,
     MaskRule,
     UnknownMasksError,
     builder_of,
@@ -52,8 +55,28 @@ def mask_documents(model: Any, done: Changes) -> None:
         delattr(base, _RULE)
 
     limit = "" if rule.window is None else f" of up to {rule.window} tokens"
-    note = f"rows{limit} that are packed by position_ids get a mask on the device"
+    note = f"in rows{limit} that are packed by position_ids, documents see themselves alone"
     done.changed("packing", before, 1, note, undo)
+
+
+def attention_within_documents(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *args: Any, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """``sdpa`` of transformers, which also takes document ids ``[B, 1, 1, S]`` for a mask."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        attention_mask = document_mask(attention_mask[:, 0, 0])
+    return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _know_documents() -> None:
+    """Lets ``sdpa`` take document ids; nothing else changes, for other models neither."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not attention_within_documents:
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", attention_within_documents)
 
 
 def _rule_or_reason(attention: str, base: Any) -> MaskRule | str:
@@ -65,13 +88,47 @@ def _rule_or_reason(attention: str, base: Any) -> MaskRule | str:
         rule = mask_rule(base)
     except UnknownMasksError as error:
         return str(error)
-    return "linear attention" if rule.reads_padding else rule
+    if rule.reads_padding:
+        return "linear attention"
+    return rule if _masks_by_position(base) else "its masks are not known to follow position_ids"
+
+
+class _Asked(Exception):
+    """Signal that the model has asked for a mask; it was given ``position_ids`` or not."""
+
+
+@torch.no_grad()
+def _masks_by_position(base: Any) -> bool:
+    """Whether the model gives ``position_ids`` to transformers' function for masks.
+
+    Its forward is called with two tokens and ends there, before the first layer.
+    """
+
+    def asked(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> None:
+        raise _Asked(position_ids is not None)
+
+    forward: Any = inspect.unwrap(type(base).forward)
+    names, device = forward.__globals__, base.device
+    before = {name: names[name] for name in (CAUSAL, *WINDOWS) if name in names}
+    two = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    names |= dict.fromkeys(before, asked)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            forward(base, input_ids=two, position_ids=two, use_cache=False)
+    except _Asked as answer:
+        return bool(answer.args[0])
+    except Exception:
+        return False
+    finally:
+        names |= before
+    return False
 
 
 def _masking(kind: type[Any]) -> Any:
     forward = kind.forward
     names = list(inspect.signature(forward).parameters)[1:]
     place = names.index("attention_mask")
+    _know_documents()  # here, as unpickling calls this, too
 
     @functools.wraps(forward)
     def masking(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +136,7 @@ def _masking(kind: type[Any]) -> Any:
         if positions is None:
             return forward(self, *args, **kwargs)
         kept = {name: x for name, x in kwargs.items() if name not in _OF_OTHER_KERNELS}
-        mask = document_mask(document_ids(positions))
+        mask = document_ids(positions)[:, None, None]
         if place < len(args):
             return forward(self, *args[:place], mask, *args[place + 1 :], **kept)
         return forward(self, *args, **(kept | {"attention_mask": mask}))

@@ -27,6 +27,7 @@ from moe_graphs.integrations.transformers.mask_rules import (
     configs_of,
     mask_rule,
 )
+from moe_graphs.integrations.transformers.packed_rows import attention_within_documents
 
 STATIC_SDPA = "moe_graphs_sdpa"
 _RULE = "_moe_graphs_masks"
@@ -97,14 +98,12 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     window = kwargs.get("sliding_window")
     if attention_mask is None and window is not None:
         too_long = MaskRule(window, "sliding_window").too_long(key.shape[2])
         if too_long is not None:
             raise ValueError(too_long)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+    return attention_within_documents(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def _why_masks(rule: MaskRule, given: dict[str, Any]) -> str | None:
