@@ -1,9 +1,10 @@
 """Classes of one kind by name, which command lines, plans and messages take their lists from.
 
-The facts of a class stand on the class (``Dispatcher``, ``OptimizerChoice``). An entry here is its
-name and where it is. It is imported at its first use, so that ``moe-graphs --help`` does not wait
-for torch. A class of your own has the same standing: give its place as the name
-(``"my_package.my_module:MyDispatcher"``), or add it under a name of its own (``DISPATCHERS.add``).
+The facts of a class stand on the class (``Dispatcher``, ``OptimizerChoice``, ``ExpertsBackend``).
+Kinds without facts may be functions, too. An entry here is its name and where it is. It is imported
+at its first use, so that ``moe-graphs --help`` does not wait for torch. A class of your own has the
+same standing: give its place as the name (``"my_package.my_module:MyDispatcher"``), or add it under
+a name of its own (``DISPATCHERS.add``).
 """
 
 from __future__ import annotations
@@ -66,6 +67,15 @@ class Registry(Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self._places or (isinstance(name, str) and ":" in name)
 
+    def check(self, name: str) -> None:
+        """Check that there is a name, or that it could be a place; nothing is imported.
+
+        Raises:
+            ValueError: as above.
+        """
+        if name not in self:
+            raise ValueError(self._unknown(name))
+
     def words(self, allowed: Callable[[Any], bool] | None = None) -> str:
         """Return the names of the classes that are allowed (default: all), as ``a, b or c``."""
         names = [name for name in self if allowed is None or allowed(self[name])]
@@ -96,5 +106,28 @@ OPTIMIZERS = Registry(
         "adamw": "moe_graphs.lm.optimizers:OurAdamW",
         "torch_adamw": "moe_graphs.lm.optimizers:TorchAdamW",
         "muon": "moe_graphs.lm.optimizers:MuonForMatrices",
+    },
+)
+EXPERTS = Registry(
+    "experts",
+    {
+        "moe_graphs": "moe_graphs.layers.experts:GroupedExperts",
+        "transformer_engine": "moe_graphs.integrations.transformer_engine:TEExperts",
+        "megablocks": "moe_graphs.integrations.megablocks:MegaBlocksExperts",
+    },
+)
+PROJECTIONS = Registry(
+    "linear",
+    {
+        "torch": "moe_graphs.layers.linear:torch_linear",
+        "transformer_engine": "moe_graphs.integrations.transformer_engine:te_linear",
+    },
+)
+FP8_RECIPES = Registry(
+    "fp8",
+    {
+        "delayed": "transformer_engine.common.recipe:DelayedScaling",
+        "current": "transformer_engine.common.recipe:Float8CurrentScaling",
+        "block": "transformer_engine.common.recipe:Float8BlockScaling",
     },
 )

@@ -1,4 +1,4 @@
-"""Names of dispatchers and optimizers: lists that are derived, and classes of a user's own."""
+"""Names of dispatchers, optimizers, experts and projections, and classes of a user's own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import moe_graphs
 from lm_runs import fresh_trainer, options, small_preset
 from moe_graphs.cli import build_app
 from moe_graphs.dispatch import make_dispatcher
+from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
+from moe_graphs.layers.expert_backends import ExpertsBackend
 from moe_graphs.lm.optimizers import make_optimizer_state
-from moe_graphs.registry import DISPATCHERS, OPTIMIZERS, Registry
-from own_parts import OwnDispatcher, OwnLion
+from moe_graphs.registry import DISPATCHERS, EXPERTS, FP8_RECIPES, OPTIMIZERS, PROJECTIONS, Registry
+from own_parts import OwnDispatcher, OwnExperts, OwnLinear, OwnLion
 
 PACKAGE = Path(moe_graphs.__file__).parent
 OWN_LION, OWN_DISPATCHER = "own_parts:OwnLion", "own_parts:OwnDispatcher"
@@ -43,6 +45,8 @@ def test_every_entry_is_a_class_of_its_name():
     for name, kind in DISPATCHERS.items():
         assert kind.name == name
     assert all(OPTIMIZERS.values())
+    assert all(issubclass(kind, ExpertsBackend) for kind in EXPERTS.values())
+    assert all(map(callable, PROJECTIONS.values()))
 
 
 def test_no_other_file_lists_dispatchers():
@@ -58,6 +62,37 @@ def test_no_other_file_lists_dispatchers():
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         assert names & constants <= WHO_MAY_NAME.get(where, set()), where
+
+
+def test_help_has_every_name():
+    help_text = " ".join(invoke("train", "--help").stdout.split())
+    for kinds in (DISPATCHERS, OPTIMIZERS, EXPERTS, PROJECTIONS, FP8_RECIPES):
+        assert kinds.words() in help_text.replace("│ │ ", "")
+
+
+def test_experts_and_projections_of_a_users_own_are_in_a_model():
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, experts="own_parts:OwnExperts")
+    config = TransformerConfig(
+        hidden_size=16, num_layers=1, num_heads=2, vocab_size=32, max_sequence_length=16, moe=moe
+    )
+    theirs = dataclasses.replace(config, linear="own_parts:OwnLinear")
+    with_theirs, model = LanguageModel(theirs), LanguageModel(config)
+    tokens_BS, before = torch.randint(32, (2, 16)), OwnExperts.forwards
+    assert type(model.layers[0].moe.experts) is OwnExperts
+    model(tokens_BS)
+    assert OwnExperts.forwards == before + 1
+    model.use_experts("moe_graphs")
+    ours = model(tokens_BS, tokens_BS).loss
+    model.use_experts("own_parts:OwnExperts")
+    assert torch.equal(model(tokens_BS, tokens_BS).loss, ours)
+    assert type(with_theirs.layers[0].attention.qkv) is OwnLinear
+    with pytest.raises(ValueError, match="recompute='experts' needs experts='moe_graphs', got"):
+        dataclasses.replace(moe, experts="transformer_engine", recompute="experts")
+    assert dataclasses.replace(moe, recompute="experts").recompute == "experts"
+    with pytest.raises(ValueError, match="experts: 'own_parts:None_' cannot be imported"):
+        LanguageModel(
+            dataclasses.replace(config, moe=dataclasses.replace(moe, experts="own_parts:None_"))
+        )
 
 
 def test_an_entry_of_a_users_own_is_in_help_and_in_messages(monkeypatch):

@@ -23,13 +23,8 @@ from torch.nn import functional
 from moe_graphs.engine import fp8
 from moe_graphs.kernels import swiglu
 from moe_graphs.layers.expert_backends import ExpertsBackend, left_as_it_is
+from moe_graphs.registry import FP8_RECIPES
 
-# By the names that `moe-graphs train --fp8` has.
-FP8_RECIPES = {
-    "delayed": "DelayedScaling",
-    "current": "Float8CurrentScaling",
-    "block": "Float8BlockScaling",
-}
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 _REMEMBERED = ("scale", "amax_history")
 _EXTRA_STATE = "_extra_state"
@@ -132,11 +127,15 @@ def te_linear(
 
 
 def fp8_recipe(name: str) -> Any:
-    """TE's recipe with its defaults, by the short name of ``FP8_RECIPES``."""
-    if name not in FP8_RECIPES:
-        raise ValueError(f"fp8: {name!r} is not one of none, {', '.join(FP8_RECIPES)}")
+    """TE's recipe with its defaults, by its name in ``FP8_RECIPES`` or its place.
+
+    Raises:
+        ValueError: there is no such recipe; the message says which there are.
+        ImportError: Transformer Engine is not installed.
+    """
+    FP8_RECIPES.check(name)
     import_transformer_engine()
-    return getattr(importlib.import_module("transformer_engine.common.recipe"), FP8_RECIPES[name])()
+    return FP8_RECIPES[name]()
 
 
 def fp8_autocast(recipe: Any) -> contextlib.AbstractContextManager[Any]:

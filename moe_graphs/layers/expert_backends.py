@@ -1,22 +1,20 @@
 """Kernels of the routed experts: ours, Transformer Engine's or MegaBlocks'.
 
 A backend is a module that is called with the fields of ``Dispatched``: tokens, the order of their
-rows, and routing weights. Backends of other libraries live in ``integrations`` and are imported
-when a config asks for them.
+rows, and routing weights. Backends of other libraries live in ``integrations``. ``EXPERTS`` in
+``registry.py`` has their names, and imports them when a config asks for them.
 
 Shapes: D model, F ffn, e experts of this rank, X tokens or sorted rows, K top-k, R rows.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from moe_graphs.kernels import RowOrder, permute, unpermute
-from moe_graphs.layers.model_config import EXPERT_BACKENDS, MoEConfig
+from moe_graphs.layers.model_config import MoEConfig
+from moe_graphs.registry import EXPERTS
 
 
 class ExpertsBackend(nn.Module):
@@ -31,10 +29,12 @@ class ExpertsBackend(nn.Module):
         host_sync: why the forward cannot be captured, or None.
         takes_tail: whether rows that belong to no expert may follow the experts' rows, as some
             dispatchers leave them (``Dispatcher.leaves_tail``).
+        recomputes: whether ``recompute`` makes a difference.
     """
 
     host_sync: str | None = None
     takes_tail: bool = False
+    recomputes: bool = False
 
     def __init__(
         self,
@@ -135,14 +135,6 @@ def left_as_it_is(weight: Tensor) -> None:
     """Do nothing, in place of another library's initialisation."""
 
 
-_WHERE = {
-    "moe_graphs": ("moe_graphs.layers.experts", "GroupedExperts"),
-    "transformer_engine": ("moe_graphs.integrations.transformer_engine", "TEExperts"),
-    "megablocks": ("moe_graphs.integrations.megablocks", "MegaBlocksExperts"),
-}
-assert tuple(_WHERE) == EXPERT_BACKENDS
-
-
 def build_experts(
     config: MoEConfig,
     hidden_size: int,
@@ -154,12 +146,11 @@ def build_experts(
     """Build the backend ``config.experts`` with the experts ``local_experts`` of a layer.
 
     Raises:
+        ValueError: ``config.experts`` is the place of a class that cannot be imported.
         ImportError: ``config.experts`` needs a library that is not installed; the message says
             which.
     """
-    module, name = _WHERE[config.experts]
-    backend: Any = getattr(importlib.import_module(module), name)
-    return backend(
+    return EXPERTS[config.experts](
         len(local_experts),
         hidden_size,
         config.ffn_hidden_size,

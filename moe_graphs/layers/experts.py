@@ -21,6 +21,7 @@ class GroupedExperts(ExpertsBackend):
     """
 
     takes_tail = True
+    recomputes = True
 
     def make_weights(
         self,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moe_graphs.layers.model_config import check_linear
+from moe_graphs.registry import PROJECTIONS
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -52,12 +51,19 @@ def build_linear(
     from the random generator.
 
     Raises:
+        ValueError: there is no such ``kind``; the message says what there is.
         ImportError: ``kind`` needs a library that is not installed; the message says which.
     """
-    check_linear(kind)
-    factory: dict[str, Any] = {"device": device, "dtype": dtype}
-    if kind == "torch":
-        return cast(Projection, nn.Linear(in_features, out_features, bias=False, **factory))
-    # Imported by name and late, because layers may not import integrations.
-    engine = importlib.import_module("moe_graphs.integrations.transformer_engine")
-    return cast(Projection, engine.te_linear(in_features, out_features, **factory))
+    return cast(
+        Projection, PROJECTIONS[kind](in_features, out_features, device=device, dtype=dtype)
+    )
+
+
+def torch_linear(
+    in_features: int,
+    out_features: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype)

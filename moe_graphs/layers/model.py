@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
 from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 from moe_graphs.layers.head import Head
-from moe_graphs.layers.model_config import ExpertsKind, LinearKind, TransformerConfig
+from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.moe import moe_layers
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -98,8 +98,8 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         max_sequence_length: int | None = None,
-        linear: LinearKind = "torch",
-        experts: ExpertsKind = "moe_graphs",
+        linear: str = "torch",
+        experts: str = "moe_graphs",
     ) -> Self:
         """Load the model of a Hugging Face directory: config.json and safetensors, also sharded.
 
@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
 
         save(self, self.config, self.hf_values, Path(directory), max_shard_bytes)
 
-    def use_experts(self, kind: ExpertsKind) -> None:
+    def use_experts(self, kind: str) -> None:
         """Call ``MoELayer.use_experts`` on every MoE layer, one after the other."""
         if self.config.moe is not None:
             moe = replace(self.config.moe, experts=kind)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
-
-ExpertsKind = Literal["moe_graphs", "transformer_engine", "megablocks"]
-LinearKind = Literal["torch", "transformer_engine"]
-EXPERT_BACKENDS: tuple[str, ...] = get_args(ExpertsKind)
-LINEARS: tuple[str, ...] = get_args(LinearKind)
+from moe_graphs.registry import EXPERTS, PROJECTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +52,7 @@ class MoEConfig:
     bias_update_rate: float = 1e-3
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
-    experts: ExpertsKind = "moe_graphs"
+    experts: str = "moe_graphs"
     recompute: Literal["none", "experts"] = "none"
 
     def __post_init__(self) -> None:
@@ -75,15 +71,13 @@ class MoEConfig:
             raise ValueError(f"input_jitter must be in [0, 1), got {self.input_jitter}")
         if self.shared_gate and not self.shared_ffn_hidden_size:
             raise ValueError("shared_gate=True needs a shared expert: set shared_ffn_hidden_size")
-        if self.experts not in EXPERT_BACKENDS:
-            raise ValueError(
-                f"experts {self.experts!r} is unknown: choose one of {', '.join(EXPERT_BACKENDS)}"
-            )
+        EXPERTS.check(self.experts)
         if self.recompute not in ("none", "experts"):
             raise ValueError(f"recompute {self.recompute!r} is unknown: choose none or experts")
-        if self.recompute == "experts" and self.experts != "moe_graphs":
+        if self.recompute == "experts" and not EXPERTS[self.experts].recomputes:
             raise ValueError(
-                f"recompute='experts' needs experts='moe_graphs', got experts={self.experts!r}"
+                f"recompute='experts' needs experts={EXPERTS.words(lambda e: e.recomputes)!r}, got "
+                f"experts={self.experts!r}"
             )
         self._check_groups()
 
@@ -181,7 +175,7 @@ class TransformerConfig:
     hidden_dropout: float = 0.0
     moe: MoEConfig | None = None
     moe_layers: Literal["all", "none"] | tuple[bool, ...] | int = "all"
-    linear: LinearKind = "torch"
+    linear: str = "torch"
 
     def __post_init__(self) -> None:
         _positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
@@ -191,7 +185,7 @@ class TransformerConfig:
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        check_linear(self.linear)
+        PROJECTIONS.check(self.linear)
         self._check_heads()
         self._check_layers()
 
@@ -265,11 +259,6 @@ class TransformerConfig:
                 f"ffn_hidden_size must be positive, got {self.ffn_hidden_size}: layers {dense} "
                 f"are dense"
             )
-
-
-def check_linear(kind: str) -> None:
-    if kind not in LINEARS:
-        raise ValueError(f"linear {kind!r} is unknown: choose one of {', '.join(LINEARS)}")
 
 
 def _positive(config: object, *names: str) -> None:

@@ -25,7 +25,7 @@ from moe_graphs.dispatch.row_statistics import RowStatistics
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
 from moe_graphs.layers.expert_layouts import Experts, layout_of, router_weight
 from moe_graphs.layers.mlp import SwiGLU
-from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
+from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.registry import DISPATCHERS
 from moe_graphs.staged import Stage, Staged, record
@@ -319,7 +319,7 @@ class MoELayer(MoEStages):
 
     # ---- other experts, another dispatcher
 
-    def use_experts(self, kind: ExpertsKind) -> None:
+    def use_experts(self, kind: str) -> None:
         """Replace the experts by another backend (``MoEConfig.experts``) with the same weights.
 
         The new experts have new parameters: call this method before an optimizer or graphs are

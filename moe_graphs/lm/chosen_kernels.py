@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from moe_graphs.integrations.transformer_engine import FP8_RECIPES, import_transformer_engine
+from moe_graphs.integrations.transformer_engine import import_transformer_engine
 from moe_graphs.lm.options import ModelOptions
 from moe_graphs.lm.run_presets import Preset
+from moe_graphs.registry import FP8_RECIPES
 
 _THEIRS = "transformer_engine"
 
@@ -23,16 +23,13 @@ def with_kernels(preset: Preset, asked: ModelOptions, device: torch.device) -> P
         ImportError: if Transformer Engine is asked for and is not installed.
     """
     experts, linear, fp8 = asked.experts, asked.linear, asked.fp8
-    # The configs check the names.
-    projections: dict[str, Any] = {"linear": linear}
-    of_experts: dict[str, Any] = {"experts": experts}
-    model = replace(preset.model, **projections)
+    model = replace(preset.model, linear=linear)  # the configs check the names
     if model.moe is not None:
-        model = replace(model, moe=replace(model.moe, **of_experts))
+        model = replace(model, moe=replace(model.moe, experts=experts))
     elif experts != "moe_graphs":
         raise ValueError(f"experts: {experts!r}, but the model has none: drop --experts")
-    if fp8 not in ("none", *FP8_RECIPES):
-        raise ValueError(f"fp8: {fp8!r} is not one of none, {', '.join(FP8_RECIPES)}")
+    if fp8 != "none":
+        FP8_RECIPES.check(fp8)
     if _THEIRS in (experts, linear):
         if device.type != "cuda":
             raise ValueError(f"Transformer Engine needs a CUDA GPU, and this run is on {device}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_graphs.option_tree import changes, option, section
-from moe_graphs.registry import DISPATCHERS, OPTIMIZERS
+from moe_graphs.registry import DISPATCHERS, EXPERTS, FP8_RECIPES, OPTIMIZERS, PROJECTIONS
 
 if TYPE_CHECKING:
     from moe_graphs.optim.update_options import UpdateOptions
@@ -36,11 +36,17 @@ class ModelOptions:
     )
     init: Path | None = option(None, "Start from the Hugging Face checkpoint in a directory.")
     experts: str = option(
-        "moe_graphs", "Kernels of the experts: moe_graphs, transformer_engine or megablocks."
+        "moe_graphs",
+        f"Kernels of the experts: {EXPERTS.words()}, or module:Class of your own.",
     )
-    linear: str = option("torch", "Kernels of the projections: torch or transformer_engine.")
+    linear: str = option(
+        "torch",
+        f"Kernels of the projections: {PROJECTIONS.words()}, or module:Class of your own.",
+    )
     fp8: str = option(
-        "none", "FP8 recipe of Transformer Engine's modules: none, delayed, current or block."
+        "none",
+        f"FP8 recipe of Transformer Engine's modules: none, {FP8_RECIPES.words()}, or "
+        "module:Class of another one.",
     )
 
 

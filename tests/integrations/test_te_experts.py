@@ -258,11 +258,11 @@ def test_scopes_with_the_experts_are_refused(engine, scopes, dispatcher):
 
 
 def test_unknown_kinds():
-    with pytest.raises(ValueError, match="linear 'te' is unknown: choose one of torch, transf"):
+    with pytest.raises(ValueError, match="linear: 'te' is unknown: choose one of torch, transf"):
         replace(CONFIG, linear="te")
-    with pytest.raises(ValueError, match="linear 'te' is unknown"):
+    with pytest.raises(ValueError, match="linear: 'te' is unknown"):
         MoELayer(MOE, D, linear="te")
-    with pytest.raises(ValueError, match="'mx' is not one of none, delayed, current, block"):
+    with pytest.raises(ValueError, match="'mx' is unknown: choose one of delayed, current, block"):
         parts.fp8_recipe("mx")
 
 

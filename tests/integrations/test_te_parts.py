@@ -30,6 +30,7 @@ from moe_graphs.layers import (
 from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
+from moe_graphs.registry import FP8_RECIPES
 from stand_in_experts import run_on_rows
 
 pytestmark = [
@@ -79,7 +80,7 @@ COUNTS = {
     "fewer rows than experts": (0, 1, 0, 0, 0, 0, 1, 0),
     "no rows": (0,) * 8,
 }
-RECIPES = tuple(parts.FP8_RECIPES)
+RECIPES = tuple(FP8_RECIPES)
 SCOPES = (
     "attn",
     "moe_router",

@@ -196,9 +196,18 @@ def test_pretrained_weights_into_their_parts_and_back(engine, tmp_path):
 
 REFUSED = {
     "fp8 of nothing": (dict(fp8="block"), "nothing would compute in it: add --linear"),
-    "unknown fp8": (dict(fp8="mxfp8", linear=THEIRS), "not one of none, delayed, current, block"),
-    "unknown experts": (dict(experts="deepgemm"), "experts 'deepgemm' is unknown"),
-    "unknown linear": (dict(linear="te"), "linear 'te' is unknown"),
+    "unknown fp8": (
+        dict(fp8="mxfp8", linear=THEIRS),
+        "unknown: choose one of delayed, current, block",
+    ),
+    "unknown experts": (
+        dict(experts="deepgemm"),
+        "experts: 'deepgemm' is unknown: choose",
+    ),
+    "unknown linear": (
+        dict(linear="te"),
+        "linear: 'te' is unknown: choose one of torch, ",
+    ),
     "no GPU, linear": (dict(linear=THEIRS), "needs a CUDA GPU, and this run is on cpu"),
     "no GPU, experts": (dict(experts=THEIRS), "needs a CUDA GPU, and this run is on cpu"),
 }

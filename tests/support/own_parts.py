@@ -1,4 +1,4 @@
-"""A dispatcher and an optimizer that are not the package's, as a user writes them."""
+"""A dispatcher, an optimizer, experts and a projection, as a user writes them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
+from moe_graphs.layers import GroupedExperts
 
 _LOCAL = LocalDispatcher()
+
+
+class OwnExperts(GroupedExperts):
+    """Experts that count their forwards."""
+
+    forwards = 0
+
+    def forward(self, *args: Any) -> Tensor:
+        OwnExperts.forwards += 1
+        return super().forward(*args)
+
+
+class OwnLinear(nn.Linear):
+    """A projection without bias."""
+
+    def __init__(self, in_features: int, out_features: int, **factory: Any) -> None:
+        super().__init__(in_features, out_features, bias=False, **factory)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch.nn import functional
 from moe_graphs.integrations.megablocks.glu_weights import load_stacked, stacked
 from moe_graphs.integrations.megablocks.library import import_megablocks, swiglu_arguments
 from moe_graphs.layers.mlp import SwiGLU
-from moe_graphs.layers.model_config import ExpertsKind, MoEConfig
+from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.moe import MoELayer
 
 
-def from_megablocks(layer: nn.Module, experts: ExpertsKind = "moe_graphs") -> MoELayer:
+def from_megablocks(layer: nn.Module, experts: str = "moe_graphs") -> MoELayer:
     """A ``MoELayer`` with the weights of a ``megablocks.dMoE``, on its device and in its dtype.
 
     Args:
