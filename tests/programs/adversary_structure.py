@@ -15,6 +15,7 @@ import queue
 import sys
 import tempfile
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +269,11 @@ PLAIN_NORM, OF_NORMS = Norm(), {Norm(): 1.0, Norm(1.0): 3.0}
 GET_GAIN = operator.attrgetter("cfg.gain")
 
 
+def set_gains(value):
+    for holder in (CONSTANTS, Levels, Preset):
+        holder.gain = value
+
+
 def _rgetattr(value, path):
     return functools.reduce(getattr, path.split("."), value)
 
@@ -287,6 +293,29 @@ attribute("10 a name that is put together",
           lambda s, x: s.l(x) * getattr(s.cfg, "".join(s.letters)),
           lambda s: (setattr(s, "cfg", Rate()), setattr(s, "letters", ["ga", "in"])),
           lambda s: setattr(s.cfg, "gain", 3.0))  # fmt: skip
+CONSTANTS = types.ModuleType("constants_of_a_project")
+CONSTANTS.gain = 1.0
+
+
+class Levels(type):
+    gain = 1.0
+
+
+class Level(metaclass=Levels):
+    """A class whose metaclass has the data."""
+
+
+class Preset:
+    gain = 1.0
+
+
+for _what, _holder in (("a class, by an object", Preset()), ("a metaclass", Level),
+                       ("a module", CONSTANTS)):  # fmt: skip
+    attribute(f"10 a name that is put together: {_what}",
+              lambda s, x: s.l(x) * getattr(s.cfg, "".join(s.letters)),
+              lambda s, holder=_holder: (set_gains(1.0), setattr(s, "cfg", holder),
+                                         setattr(s, "letters", ["ga", "in"])),
+              lambda s: set_gains(3.0))  # fmt: skip
 attribute("10 names in a list", lambda s, x: s.l(x) * sum([getattr(s, n) for n in s.terms]),
           lambda s: (setattr(s, "terms", ["alpha", "beta"]), setattr(s, "alpha", 1.0),
                      setattr(s, "beta", 1.0)),

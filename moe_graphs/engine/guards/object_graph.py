@@ -235,6 +235,7 @@ class Walk:
         # followed whole only if the user's own code may read objects whole.
         self._whole = {"own"} if accessed.reads_whole(accessed.names) else set()
         self._whole |= {"library"} if by_user else set()
+        # Of their classes, and of the user's own modules, all data is compared then.
         self._whole_modules = {"own"} if by_user else set()
         self._looks_up_data = accessed.looks_up_data
         self._read_addresses = read_addresses
@@ -310,7 +311,8 @@ class Walk:
     def _by_identity(self, value: Any, name: str) -> None:
         if isinstance(value, types.ModuleType):
             if is_own(value):
-                self._namespace(vars(value), name, False)
+                whole = _data_of(vars(value)) if self._whole_modules else frozenset[str]()
+                self._namespace(vars(value), name, False, self._names | whole)
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
         elif isinstance(value, type):
@@ -547,9 +549,7 @@ class Walk:
             if base in self._classes or origin == "internal":
                 continue
             self._classes.add(base)
-            names = frozenset(self._names) | special_methods(base)
-            if self._whole:
-                names |= {"__dataclass_fields__"}
+            names = frozenset(self._names) | special_methods(base) | self._read_whole(base, origin)
             if origin == "library":
                 names = frozenset(
                     name
@@ -565,6 +565,14 @@ class Walk:
                 self._push(unbound, f"{name}.{key}", False)
         if type(kind) is not type:
             self._class(type(kind), f"{name}.__class__")
+
+    def _read_whole(self, kind: type, origin: str) -> frozenset[str]:
+        """Names in a class that the user's code may read, though nothing mentions them."""
+        is_of_training = issubclass(kind, (nn.Module, Optimizer, LRScheduler))
+        found = frozenset({"__dataclass_fields__"} if self._whole else ())
+        if self._whole_modules and (origin == "own" or not is_of_training):
+            found |= _data_of(vars(kind))
+        return found
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         code = function.__code__
@@ -644,6 +652,11 @@ class Walk:
     def _too_large(self, name: str, size: int) -> None:
         self._note(name, size)
         self.found.not_followed.append(f"{name} ({size:,} entries or bytes)")
+
+
+def _data_of(place: Mapping[str, Any]) -> frozenset[str]:
+    """Names of data in a class or a module, without those with two underscores."""
+    return frozenset(name for name in place if name[:2] != "__" and is_data(place[name]))
 
 
 def _is_record(value: Any) -> bool:
