@@ -235,7 +235,7 @@ class Walk:
         # followed whole only if the user's own code may read objects whole.
         self._whole = {"own"} if accessed.reads_whole(accessed.names) else set()
         self._whole |= {"library"} if by_user else set()
-        # Of their classes, and of the user's own modules, all data is compared then.
+        # All data of such classes, and of the user's own modules, is compared then, too.
         self._whole_modules = {"own"} if by_user else set()
         self._looks_up_data = accessed.looks_up_data
         self._read_addresses = read_addresses
