@@ -18,7 +18,9 @@ Shapes: L layers with experts, T tokens of a call, E experts, K top-k.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ from torch import Tensor, nn
 from moe_graphs.engine.checks import Deferred, are_noted
 from moe_graphs.errors import CheckError
 from moe_graphs.layers.moe import MoEStages
-from moe_graphs.staged import carried_block
+from moe_graphs.layers.topk_routers import pass_through, router_of
+from moe_graphs.staged import carried_block, recomputed_within
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -48,7 +51,7 @@ def record(model: nn.Module) -> Iterator[list[Tensor]]:
         ValueError: the model has no layers whose choice is known, or a block is open already.
     """
     seats, choices = _seats(model), list[Tensor]()
-    with _Block(seats, "record", [None] * len(seats)) as block:
+    with _Block(model, seats, "record", [None] * len(seats)) as block:
         yield choices
         choices += block.choices()
 
@@ -74,25 +77,61 @@ def replay(model: nn.Module, choices: Tensor | Sequence[Tensor]) -> Iterator[Non
             that nothing waits for the device.
     """
     seats = _seats(model)
-    with _Block(seats, "replay", _checked(seats, choices)):
+    with _Block(model, seats, "replay", _checked(seats, choices)):
         yield
 
 
 # ---- the block
 
 
+@dataclass(frozen=True)
+class _Seat:
+    """A place of a model where experts are chosen.
+
+    Attributes:
+        name: the name of the layer with experts.
+        module: the module whose attributes ``routing_pass`` and ``experts_TK`` say what its
+            forward does: a layer of ours, or a router of another library.
+        top_k: K, None if the module does not say.
+        forward: in the block, the forward of a router of another library.
+    """
+
+    name: str
+    module: Any
+    num_experts: int
+    top_k: int | None
+    forward: Any = None
+
+    def read(self) -> dict[str, Any]:
+        return {name: vars(self.module).get(name) for name in _STATE}
+
+    def write(self, state: dict[str, Any]) -> None:
+        attributes = vars(self.module)
+        for name, value in state.items():
+            if value is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
+
+
+_STATE = ("routing_pass", "experts_TK", "forward")
+
+
 class _Block:
     """The state of all seats within one block; a recomputation enters it again."""
 
-    def __init__(self, seats: Sequence[Any], kind: str, given: Sequence[Tensor | None]) -> None:
-        self._seats, self._kind, self._given = seats, kind, given
-        if any(seat.routing_pass is not None for _, seat in seats):
+    def __init__(
+        self, model: nn.Module, seats: Sequence[_Seat], kind: str, given: Sequence[Tensor | None]
+    ) -> None:
+        self._model, self._seats, self._kind, self._given = model, seats, kind, given
+        if any(seat.read()["routing_pass"] is not None for seat in seats):
             raise ValueError("routing: a block of record or replay is open for this model already")
 
     def __enter__(self) -> _Block:
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self.entered())
         self._stack.enter_context(carried_block(self.entered))
+        self._stack.enter_context(_carried_by_checkpoints(self._model))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,37 +139,81 @@ class _Block:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        before = [(seat.routing_pass, seat.experts_TK) for _, seat in self._seats]
+        before = [seat.read() for seat in self._seats]
         try:
-            for (_, seat), given in zip(self._seats, self._given, strict=True):
-                seat.routing_pass, seat.experts_TK = self._kind, given
+            for seat, given in zip(self._seats, self._given, strict=True):
+                state = {"routing_pass": self._kind, "experts_TK": given}
+                seat.write(state if seat.forward is None else {**state, "forward": seat.forward})
             yield
         finally:
-            for (_, seat), (kind, experts_TK) in zip(self._seats, before, strict=True):
-                seat.routing_pass, seat.experts_TK = kind, experts_TK
+            for seat, state in zip(self._seats, before, strict=True):
+                seat.write(state)
 
     def choices(self) -> list[Tensor]:
-        missing = [name for name, seat in self._seats if seat.experts_TK is None]
+        found = [seat.read()["experts_TK"] for seat in self._seats]
+        missing = [seat.name for seat, each in zip(self._seats, found, strict=True) if each is None]
         if missing:
             raise ValueError(
                 f"routing.record: layer {missing[0]!r} was not called in the block "
                 f"({len(missing)} of {len(self._seats)} layers)"
             )
-        return [seat.experts_TK for _, seat in self._seats]
+        return found
 
 
-def _seats(model: nn.Module) -> list[tuple[str, MoEStages]]:
-    """The layers of a model that choose experts, by name."""
-    found = [(n, module) for n, module in model.named_modules() if isinstance(module, MoEStages)]
+_CHECKPOINT = "_gradient_checkpointing_func"  # of transformers' modules
+
+
+class _Carried(functools.partial):  # type: ignore[type-arg]
+    """A checkpoint function whose recomputation enters again the blocks that are open now."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        return super().__call__(recomputed_within(function), *args)
+
+
+@contextlib.contextmanager
+def _carried_by_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Lets gradient checkpointing of transformers recompute with the choices of the forward."""
+    replaced = []
+    for module in model.modules():
+        found = vars(module).get(_CHECKPOINT)
+        if type(found) is functools.partial:
+            carried = _Carried(found.func, *found.args, **found.keywords)
+            setattr(module, _CHECKPOINT, carried)
+            replaced.append((module, carried, found))
+    try:
+        yield
+    finally:
+        for module, carried, found in replaced:
+            if vars(module).get(_CHECKPOINT) is carried:
+                setattr(module, _CHECKPOINT, found)
+
+
+def _seats(model: nn.Module) -> list[_Seat]:
+    """The layers of a model that choose experts, in the order of its modules."""
+    found: list[_Seat] = []
+    for name, module in model.named_modules():
+        if isinstance(module, MoEStages):
+            found.append(_Seat(name, module, module.config.num_experts, module.config.top_k))
+        elif isinstance(getattr(module, "experts", None), nn.Module):
+            router = router_of(module)
+            if router is not None:
+                found.append(_seat_of_other(name, module.experts, router))
     if not found:
         raise ValueError("routing: the model has no layers with experts whose choice is known")
     return found
 
 
+def _seat_of_other(name: str, experts: Any, router: nn.Module) -> _Seat:
+    count = getattr(experts, "num_experts", None)
+    count = len(experts) if count is None else count
+    forward = pass_through(router, count)
+    return _Seat(name, router, count, getattr(router, "top_k", None), forward)
+
+
 # ---- choices that are given
 
 
-def _checked(seats: Sequence[Any], choices: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def _checked(seats: Sequence[_Seat], choices: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """The choices as int64 ``[T, K]`` within the range of the experts."""
     if len(choices) != len(seats):
         raise ValueError(
@@ -138,8 +221,9 @@ def _checked(seats: Sequence[Any], choices: Tensor | Sequence[Tensor]) -> list[T
             f"layers with experts"
         )
     first, found = choices[0], list[Tensor]()
-    for (name, seat), given_TK in zip(seats, choices, strict=True):
-        top_k, place = seat.config.top_k, _place_of(seat)
+    for seat, given_TK in zip(seats, choices, strict=True):
+        name, place = seat.name, next(seat.module.parameters()).device
+        top_k = given_TK.shape[-1] if seat.top_k is None else seat.top_k
         if given_TK.dtype not in _INTEGERS:
             raise ValueError(
                 f"routing.replay: choices of {name!r} are {given_TK.dtype}, no integers"
@@ -158,10 +242,6 @@ def _checked(seats: Sequence[Any], choices: Tensor | Sequence[Tensor]) -> list[T
     return _in_range(seats, found)
 
 
-def _place_of(seat: nn.Module) -> torch.device:
-    return next(seat.parameters()).device
-
-
 # Outcomes of checks of numbers on a GPU, which nobody has read yet.
 _OUTCOMES = Deferred(
     lambda where, _: CheckError(
@@ -172,10 +252,10 @@ _OUTCOMES = Deferred(
 
 
 @torch.no_grad()
-def _in_range(seats: Sequence[Any], choices: list[Tensor]) -> list[Tensor]:
+def _in_range(seats: Sequence[_Seat], choices: list[Tensor]) -> list[Tensor]:
     """The choices, each number clamped to the range of the experts, and an error for others."""
     pairs = zip(seats, choices, strict=True)
-    safe_LTK = torch.stack([c.clamp(0, seat.config.num_experts - 1) for (_, seat), c in pairs])
+    safe_LTK = torch.stack([c.clamp(0, seat.num_experts - 1) for seat, c in pairs])
     outside = torch.stack(choices) != safe_LTK
     sorted_LTK = safe_LTK.sort(-1).values
     twice = (sorted_LTK[..., 1:] == sorted_LTK[..., :-1]).any()

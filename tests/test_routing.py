@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -93,6 +94,36 @@ def test_weights_and_gradients_are_those_of_autograd_for_the_given_experts(sigmo
     for got, expected in zip(found, want, strict=True):
         torch.testing.assert_close(got, expected)
     assert layer.router.tokens_per_expert.tolist() == mask.sum(0).tolist()
+
+
+class OwnBlock(nn.Module):
+    """A block as people write it, with the choice in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, hidden):
+        scores, chosen = self.gate(hidden).softmax(-1).topk(2)
+        outputs = torch.stack([expert(hidden) for expert in self.experts], 1)
+        return (scores[..., None] * outputs.gather(1, chosen[..., None].expand(-1, -1, 8))).sum(1)
+
+
+def test_a_block_of_ones_own_that_chooses_by_topk():
+    torch.manual_seed(0)
+    model, hidden = nn.Sequential(OwnBlock(), OwnBlock()), torch.randn(6, 8)
+    with routing.record(model) as choices:
+        plain = model(hidden)
+    with routing.replay(model, choices):
+        assert torch.equal(model(hidden), plain)
+    with routing.replay(model, (torch.stack(choices) + 1) % 4):
+        assert not torch.equal(model(hidden), plain)
+    with (
+        pytest.raises(ValueError, match=r"choices \[5, 2\] and runs \[6, 2\]"),
+        routing.replay(model, [each[:5] for each in choices]),
+    ):
+        model(hidden)
 
 
 # ---- graphs

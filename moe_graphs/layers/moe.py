@@ -27,6 +27,7 @@ from moe_graphs.layers.expert_layouts import Experts, layout_of, router_weight
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
+from moe_graphs.layers.topk_routers import check_shape
 from moe_graphs.registry import DISPATCHERS
 from moe_graphs.staged import Stage, Staged, record
 
@@ -132,13 +133,7 @@ class MoEStages(Staged):
         given_TK = None
         if self.routing_pass == "replay":
             given_TK = self.experts_TK
-            shape = (hidden_TD.shape[0], self.config.top_k)
-            if given_TK is None or given_TK.shape != shape:
-                found = "no choices" if given_TK is None else f"choices {list(given_TK.shape)}"
-                raise ValueError(
-                    f"routing.replay: a layer got {found} and runs {list(shape)} "
-                    f"(tokens, experts of each)"
-                )
+            check_shape(given_TK, (hidden_TD.shape[0], self.config.top_k))
         routing = self.choose(hidden_TD, given_TK)
         self.experts_TK = routing.experts_TK
         return routing

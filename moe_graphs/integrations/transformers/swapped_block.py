@@ -24,6 +24,7 @@ from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lor
 from moe_graphs.layers import MoEConfig, Routing
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
 from moe_graphs.layers.router import rule_of
+from moe_graphs.layers.topk_routers import TopKChoice
 from moe_graphs.staged import Stage, record
 
 ROUTERS = ("gate", "router")
@@ -151,9 +152,8 @@ class SwappedMoE(MoEStages):
             warnings.warn(
                 f"{reason}: its own forward chooses experts from now on", GraphWarning, stacklevel=2
             )
-            if given_TK is not None:
-                raise ValueError(f"routing.replay: {reason}, and takes no choices that are given")
-            _, weights_TK, experts_TK = router(*given)
+            with TopKChoice(self.config.num_experts, given_TK):
+                _, weights_TK, experts_TK = router(*given)
             zero = hidden_TD.new_zeros((), dtype=torch.float32)
             counts_E = experts_TK.new_zeros(self.config.num_experts)  # nobody reads them
             return Routing(weights_TK.float(), experts_TK, zero, counts_E)
