@@ -21,12 +21,14 @@ MODELS = {
 UPDATES = {"bfloat16": "bf16", "float32": "fp32"}
 _PARAMETERS = "12 layers of 1024, 32 experts of 512"
 H200_PEAK = 989e12  # dense bf16 FLOP/s of the data sheet
-# Rows of `lora.py`; lines from before rows had names are known by their tokens.
+# Rows of `fine_tuning.py`; lines from before rows had names are known by their tokens.
 LORA = {
     "attention_16k": "adapters on attention",
     "experts_16k": "adapters on attention and experts",
     "attention_2k": "adapters on attention",
     "launch_bound": "12 small layers, adapters on attention",
+    "all_weights": "all weights",
+    "all_weights_4_layers": "4 layers, all weights",
 }
 LORA_ROW_OF = {16_384: "attention_16k", 2_048: "attention_2k"}
 FULL_SIZE = ("attention_16k", "attention_2k")
@@ -113,7 +115,8 @@ def _shown(lines: list[Line], benchmark: str) -> list[Line]:
 def _lora_runs(lines: list[Line]) -> dict[str, list[Line]]:
     """Lines of the newest run of each row, the one of transformers first."""
     found: dict[str, dict[Any, list[Line]]] = {}
-    for line in Select("lora", {"smoke": False}).lines(lines):
+    where = {"smoke": False}
+    for line in (*Select("lora", where).lines(lines), *Select("fine_tuning", where).lines(lines)):
         if not line.failed:
             row = line.get("row") or LORA_ROW_OF[line["tokens"]]
             found.setdefault(row, {}).setdefault(line.run, []).append(line)
@@ -153,8 +156,9 @@ def lora(lines: list[Line]) -> str:
             used.append(line)
     header = "tokens a step | contender | step | tokens/s | x | allocated at most"
     note = (
-        "LoRA of rank 16, Qwen3-30B-A3B with all of its 48 layers unless a row says other sizes, "
-        "random weights, bf16, torch's fused AdamW; losses equal to rounding."
+        "Qwen3-30B-A3B with all of its 48 layers unless a row says other sizes, random weights, "
+        "bf16; LoRA of rank 16 with torch's fused AdamW, all weights with ours; losses equal to "
+        "rounding."
     )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 

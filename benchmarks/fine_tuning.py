@@ -1,15 +1,19 @@
-"""LoRA on Qwen3-MoE models on one GPU: tokens per second and memory.
+"""Fine-tuning of Qwen3-MoE models on one GPU: tokens per second and memory.
 
-    python benchmarks/lora.py --out benchmarks/results/lora_h200.jsonl
-    python benchmarks/lora.py --rows attention_16k,launch_bound
+    python benchmarks/fine_tuning.py --out benchmarks/results/fine_tuning_h200.jsonl
+    python benchmarks/fine_tuning.py --rows attention_16k,launch_bound
 
-transformers with PEFT (`grouped_mm`), beside the same model with `accelerate_model`, eagerly and
-with graphs of layers. Rows: all 48 layers of Qwen3-30B-A3B at 16,384 tokens with gradient
-checkpointing, adapters on attention or on the experts as well; at 2,048 tokens with and without
-checkpointing; and 12 small layers, where launches take the time. Weights are random and made on the
-GPU; LoRA has rank 16. Each contender runs in a process of its own, since one model fills half of
-the memory. A contender fails if its losses differ from those of transformers by more than
-`TOLERANCE`.
+Rows with LoRA: transformers with PEFT (`grouped_mm`), beside the same model with
+`accelerate_model`, eagerly and with graphs of layers. All 48 layers of Qwen3-30B-A3B at 16,384
+tokens with gradient checkpointing, adapters on attention or on the experts as well; at 2,048 tokens
+with and without checkpointing; and 12 small layers, where launches take the time. LoRA has rank 16.
+
+Rows with all weights: `accelerate_model` with graphs and checkpointing, our AdamW with 8-bit states
+and stochastic rounding, and updates within the backward; all 48 layers (they want about 122 GiB),
+and 4 layers beside the same with fp32 states.
+
+Weights are random and made on the GPU. Each contender runs in a process of its own. A contender
+fails if its losses differ from those of the first contender of its row by more than `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ from moe_graphs.lm.metrics import peak_flops
 WARMUP, MEASURED = 5, 5
 TOLERANCE = 2e-2  # of the loss: kernels round otherwise
 AS_IT_COMES, ACCELERATED, GRAPHS = "transformers", "accelerate_model", "accelerate_model, graphs"
+FP32_STATES = (
+    "accelerate_model, graphs, fp32 states"  # of AdamW; other states of all weights: 8 bit
+)
 QWEN3_30B_A3B = dict(
     hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
     head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
@@ -50,6 +57,11 @@ SMALL = QWEN3_30B_A3B | dict(
     vocab_size=128,
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ON_ATTENTION, ON_EXPERTS, ALL_WEIGHTS = (
+    "adapters on attention",
+    "adapters on experts, too",
+    "all weights",
+)
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
@@ -60,20 +72,20 @@ class Size:
     Attributes:
         runs: contenders, and whether each has gradient checkpointing. The first one is what the
             others are compared with.
-        on_experts: whether the experts have adapters, too.
+        trained: adapters on attention, adapters on the experts as well, or all weights.
     """
 
     model: Mapping[str, Any]
     sequences: int
     sequence: int
     runs: Sequence[tuple[str, bool]]
-    on_experts: bool = False
+    trained: str = ON_ATTENTION
 
 
 _CHECKPOINTED = ((AS_IT_COMES, True), (ACCELERATED, True), (GRAPHS, True))
 SIZES = {
     "attention_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED),
-    "experts_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED, on_experts=True),
+    "experts_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED, ON_EXPERTS),
     "attention_2k": Size(
         QWEN3_30B_A3B,
         1,
@@ -81,6 +93,14 @@ SIZES = {
         ((AS_IT_COMES, False), (ACCELERATED, False), (GRAPHS, False), *_CHECKPOINTED),
     ),
     "launch_bound": Size(LAUNCH_BOUND, 2, 1024, _CHECKPOINTED),
+    "all_weights": Size(QWEN3_30B_A3B, 2, 2048, ((GRAPHS, True),), ALL_WEIGHTS),
+    "all_weights_4_layers": Size(
+        QWEN3_30B_A3B | dict(num_hidden_layers=4),
+        2,
+        2048,
+        ((FP32_STATES, True), (GRAPHS, True)),
+        ALL_WEIGHTS,
+    ),
 }
 
 
@@ -92,6 +112,7 @@ class Case:
     contender: str
     checkpointing: bool
     smoke: bool = False
+    measured: int = MEASURED
 
     @property
     def size(self) -> Size:
@@ -103,10 +124,10 @@ class Case:
         return self.size.sequences * self.size.sequence
 
 
-def cases(rows: Sequence[str], smoke: bool) -> Iterator[Case]:
+def cases(rows: Sequence[str], smoke: bool, measured: int) -> Iterator[Case]:
     for row in rows:
         for contender, checkpointing in SIZES[row].runs:
-            yield Case(row, contender, checkpointing, smoke)
+            yield Case(row, contender, checkpointing, smoke, measured)
 
 
 # ---- one contender, in a process of its own
@@ -124,22 +145,38 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
     with device:
         model = Qwen3MoeForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    lora = LoraConfig(
-        r=16,
-        lora_alpha=32,
-        task_type="CAUSAL_LM",
-        target_modules=list(ATTENTION),
-        target_parameters=list(EXPERTS) if size.on_experts else None,
-    )
-    model = get_peft_model(model, lora).train()
+    if size.trained != ALL_WEIGHTS:
+        lora = LoraConfig(
+            r=16,
+            lora_alpha=32,
+            task_type="CAUSAL_LM",
+            target_modules=list(ATTENTION),
+            target_parameters=list(EXPERTS) if size.trained == ON_EXPERTS else None,
+        )
+        model = get_peft_model(model, lora)
+    model.train()
     if case.checkpointing:  # as Trainer and TRL set it
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def flops_per_token(model: nn.Module, sequence: int) -> float:
-    """FLOPs per token of the forward and of the gradients between layers.
+def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """Torch's AdamW for adapters; for all weights ours, which updates within the backward."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if case.size.trained != ALL_WEIGHTS:
+        return torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    from moe_graphs.optim import AdamW
+    from moe_graphs.training.update_in_backward import UpdateInBackward
+
+    state = torch.float32 if case.contender == FP32_STATES else torch.uint8
+    optimizer = AdamW(trained, lr=1e-5, state_dtype=state, stochastic_rounding=True)
+    UpdateInBackward(optimizer, max_norm=1.0)
+    return optimizer
+
+
+def flops_per_token(model: nn.Module, sequence: int, trained: str) -> float:
+    """FLOPs per token of the forward, of gradients between layers, and of all weights' if trained.
 
     Frozen weights get no gradients. Recomputations of checkpointing do not count.
     """
@@ -152,7 +189,8 @@ def flops_per_token(model: nn.Module, sequence: int) -> float:
             dense += parameter.numel()
     active = dense + experts * config.num_experts_per_tok / config.num_experts
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence
-    return 2 * 2 * active + 3 * 2 * attention  # causal: 2 per pair, backward 4
+    products = 3 if trained == ALL_WEIGHTS else 2
+    return 2 * products * active + 3 * 2 * attention  # causal: 2 per pair, backward 4
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -161,12 +199,11 @@ def measure(case: Case) -> dict[str, Any]:
     if case.contender != AS_IT_COMES:
         from moe_graphs.integrations.transformers import accelerate_model
 
-        accelerated = accelerate_model(model, graphs=case.contender == GRAPHS)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        accelerated = accelerate_model(model, graphs=case.contender != ACCELERATED)
+    optimizer = optimizer_of(case, model)
     generator = torch.Generator().manual_seed(3)
     losses, seconds = [], []
-    for _ in range(WARMUP + MEASURED):
+    for _ in range(WARMUP + case.measured):
         shape = (case.size.sequences, case.size.sequence)
         tokens = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
         _wait(device)
@@ -181,7 +218,10 @@ def measure(case: Case) -> dict[str, Any]:
         losses.append(loss.item())
     step = statistics.median(seconds[WARMUP:])
     per_second = case.tokens / step
-    flops, peak = per_second * flops_per_token(model, case.size.sequence), peak_flops(device)
+    flops, peak = (
+        per_second * flops_per_token(model, case.size.sequence, case.size.trained),
+        peak_flops(device),
+    )
     found = {
         "step_ms": 1e3 * step,
         "tokens_per_second": per_second,
@@ -192,7 +232,7 @@ def measure(case: Case) -> dict[str, Any]:
     if device.type == "cuda":
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
         found["max_allocated_bytes"] = torch.cuda.max_memory_allocated()
-    if case.contender == GRAPHS and accelerated is not None:
+    if accelerated is not None and case.contender != ACCELERATED:
         report = accelerated.graphs.report()
         found["graphs"] = {"matched": report.matched, "eager_calls": report.eager_calls}
     return found
@@ -219,7 +259,7 @@ def in_own_process(case: Case, timeout: float) -> dict[str, Any]:
 
 
 def compared(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Compare the losses with those of transformers' model at the same size, if both have some."""
+    """Compare the losses with those of the first contender of the row, if both have some."""
     if found["error"] or reference["error"]:
         return found
     apart = max(abs(a - b) / b for a, b in zip(found["losses"], reference["losses"], strict=True))
@@ -238,6 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=list(SIZES),
         help=f"what to run, by commas: {', '.join(SIZES)}",
     )
+    parser.add_argument("--measured", type=int, default=MEASURED, help="steps that are timed")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for a contender")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -249,10 +290,10 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"--rows: {', '.join(sorted(unknown))}: known are {', '.join(SIZES)}")
     environment, references, failed = stamp(options.commit), {}, 0
-    for case in cases(options.rows, options.smoke):
+    for case in cases(options.rows, options.smoke, options.measured):
         found = in_own_process(case, options.timeout)
         reference = references.setdefault(case.row, found)
-        line = {"benchmark": "lora", "tokens": case.tokens, **asdict(case)}
+        line = {"benchmark": "fine_tuning", "tokens": case.tokens, **asdict(case)}
         line |= compared(found, reference) | {"environment": environment}
         failed += line["error"] is not None
         print(json.dumps({key: line.get(key) for key in SHOWN}), flush=True)
