@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moe_graphs.kernels import split_heads, split_heads_by_rank
-from moe_graphs.layers.head_exchange import HeadExchange
+from moe_graphs.layers.documents import causal_attention
+from moe_graphs.layers.head_exchange import HeadExchange, check_exchange
 from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
@@ -58,16 +58,21 @@ class Attention(nn.Module):
             self.query_norm = RMSNorm(query_size, config.norm_eps, **factory)
             self.key_norm = RMSNorm(key_size, config.norm_eps, **factory)
 
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
+    def forward(self, hidden_BSD: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
+        """Mix tokens with those before them: ``[B, S, D]``, also if a row has several documents.
+
+        Raises:
+            ValueError: documents and an ``exchange``; a rank knows its part of a row only.
+        """
+        check_exchange(self.exchange, document_ids_BS)
         heads_BSHQ = self._heads(hidden_BSD)
         query_BHSQ, key_BGSQ, value_BGSQ = (x.transpose(1, 2) for x in heads_BSHQ)
-        mixed_BHSQ = functional.scaled_dot_product_attention(
+        mixed_BHSQ = causal_attention(
             query_BHSQ,
             key_BGSQ,
             value_BGSQ,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=key_BGSQ.shape[1] != query_BHSQ.shape[1],
+            document_ids_BS,
+            dropout=self.dropout if self.training else 0.0,
         )
         mixed_BSHQ = mixed_BHSQ.transpose(1, 2)
         if self.exchange is not None:

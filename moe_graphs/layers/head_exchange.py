@@ -91,6 +91,19 @@ class HeadExchange:
         return arrived_WBsN
 
 
+def check_exchange(exchange: HeadExchange | None, document_ids_BS: Tensor | None) -> None:
+    """Check that a rank which is told of documents has whole rows.
+
+    Raises:
+        ValueError: it has a part of every row.
+    """
+    if exchange is not None and document_ids_BS is not None:
+        raise ValueError(
+            "document_ids: with context parallelism a rank has a part of every row and does not "
+            "know the documents of the others: drop them, or cp"
+        )
+
+
 class _Exchange(torch.autograd.Function):
     """``HeadExchange.swap`` with a gradient, which travels back by the same exchange."""
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moe_graphs.kernels import apply_rotary
 from moe_graphs.kernels.heads.reference import plain_heads_by_rank
-from moe_graphs.layers.head_exchange import HeadExchange
+from moe_graphs.layers.documents import causal_attention
+from moe_graphs.layers.head_exchange import HeadExchange, check_exchange
 from moe_graphs.layers.linear import build_linear
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.norm import RMSNorm
@@ -69,7 +69,9 @@ class LatentAttention(nn.Module):
         value_width = self.num_heads * latent.value_head_dim
         self.out = build_linear(config.linear, value_width, size, **factory)
 
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
+    def forward(self, hidden_BSD: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
+        """Mix tokens as ``Attention.forward`` does."""
+        check_exchange(self.exchange, document_ids_BS)
         query, kv, rope_key_BSR = self.down(hidden_BSD).split(self.down_sizes, dim=-1)
         query = hidden_BSD if self.query_norm is None else self.query_norm(query)
         query_BSHQ = self.query_up(query).unflatten(-1, (self.num_heads, -1))
@@ -92,12 +94,12 @@ class LatentAttention(nn.Module):
             shapes = [(self.num_heads // ranks, x.shape[3]) for x in heads_BSH]
             heads_BSH = self.exchange.whole_sequences(sent, shapes)
         query_BHSQ, key_BHSQ, value_BHSV = (x.transpose(1, 2) for x in heads_BSH)
-        mixed_BHSV = functional.scaled_dot_product_attention(
+        mixed_BHSV = causal_attention(
             query_BHSQ,
             key_BHSQ,
             value_BHSV,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            document_ids_BS,
+            dropout=self.dropout if self.training else 0.0,
             scale=self.scale,
         )
         mixed_BSHV = mixed_BHSV.transpose(1, 2)

@@ -167,7 +167,9 @@ class LanguageModel(nn.Module):
     if TYPE_CHECKING:  # nn.Module's says Any
 
         @overload
-        def __call__(self, tokens_BS: Tensor) -> ModelOutput: ...
+        def __call__(
+            self, tokens_BS: Tensor, *, document_ids_BS: Tensor | None = None
+        ) -> ModelOutput: ...
 
         @overload
         def __call__(
@@ -175,6 +177,7 @@ class LanguageModel(nn.Module):
             tokens_BS: Tensor,
             targets_BS: Tensor,
             *,
+            document_ids_BS: Tensor | None = None,
             reduction: str = "mean",
             rule: LossRule = PLAIN,
         ) -> ModelLoss: ...
@@ -186,6 +189,7 @@ class LanguageModel(nn.Module):
         tokens_BS: Tensor,
         targets_BS: Tensor | None = None,
         *,
+        document_ids_BS: Tensor | None = None,
         reduction: str = "mean",
         rule: LossRule = PLAIN,
     ) -> ModelOutput | ModelLoss:
@@ -197,14 +201,25 @@ class LanguageModel(nn.Module):
         Args:
             tokens_BS: int64.
             targets_BS: int64, the token that follows each one; targets of -100 do not count.
+            document_ids_BS: integers that differ for different documents of a row. A token sees
+                its own document only; positions go on through the row, which only their differences
+                matter for. ``layers.documents`` computes them from positions or separators.
             reduction: "mean" over the targets that count, "sum" or "none".
             rule: z-loss, label smoothing, scale and soft cap of the logits, as the loss has them.
+
+        Raises:
+            ValueError: the documents' numbers have another shape than the tokens.
         """
+        if document_ids_BS is not None and document_ids_BS.shape != tokens_BS.shape:
+            raise ValueError(
+                f"document_ids_BS {tuple(document_ids_BS.shape)} wants the shape of the tokens, "
+                f"{tuple(tokens_BS.shape)}"
+            )
         hidden_BSD = self.embedding(tokens_BS)
         aux_loss = torch.zeros((), dtype=torch.float32, device=hidden_BSD.device)
         dropped = torch.zeros((), dtype=torch.int64, device=hidden_BSD.device)
         for layer in self.layers:
-            output = layer(hidden_BSD)
+            output = layer(hidden_BSD, document_ids_BS)
             hidden_BSD = output.hidden_BSD
             if layer.is_moe:
                 aux_loss = aux_loss + output.aux_loss

@@ -28,7 +28,10 @@ from moe_graphs.staged import Stage, Staged, record
 
 @record
 class LayerInput:
+    """Hidden states, and the numbers of the documents where a row has several, else None."""
+
     hidden_BSD: Tensor
+    document_ids_BS: Tensor | None = None
 
 
 @record
@@ -116,13 +119,16 @@ class TransformerLayer(Staged):
 
     if TYPE_CHECKING:  # nn.Module's says Any
 
-        def __call__(self, hidden_BSD: Tensor) -> LayerOutput: ...
+        def __call__(
+            self, hidden_BSD: Tensor, document_ids_BS: Tensor | None = None
+        ) -> LayerOutput: ...
 
-    def forward(self, hidden_BSD: Tensor) -> LayerOutput:
-        return self.run_stages(LayerInput(hidden_BSD))
+    def forward(self, hidden_BSD: Tensor, document_ids_BS: Tensor | None = None) -> LayerOutput:
+        return self.run_stages(LayerInput(hidden_BSD, document_ids_BS))
 
     def attend(self, entered: LayerInput) -> Attended:
-        update_BSD = self.attention(self.attention_norm(entered.hidden_BSD))
+        normed_BSD = self.attention_norm(entered.hidden_BSD)
+        update_BSD = self.attention(normed_BSD, entered.document_ids_BS)
         return Attended(entered.hidden_BSD, self._dropout(update_BSD))
 
     def run_mlp(self, attended: Attended) -> LayerOutput:
