@@ -340,6 +340,8 @@ def _set_random(trainer: Trainer, state: Mapping[str, Tensor], step: int) -> Non
 def _goes_on(trainer: Trainer, step: int, saved: Mapping[str, Any], ranks: int) -> list[str]:
     trainer.step = trainer.first_unlogged_step = trainer.settled_step = step
     trainer.run_id = saved.get(RUN, "")
+    if trainer.updates is not None and step:
+        trainer.updates.load_state_dict({"grad_norm": trainer.history.grad_norm[step - 1]})
     now = 1 if trainer.workers is None else trainer.workers.count
     anew = [f"random numbers: of {ranks} ranks in the checkpoint, drawn anew for {now} now"]
     return differences_of(saved, settings_of(trainer)) + (anew if ranks != now else [])

@@ -37,6 +37,7 @@ def _problems(options: RunOptions) -> Iterator[str]:
         yield "schedule, stages_per_rank: of a pipeline: add --pp, or drop them"
     yield from _of_mixed_precision(options)
     yield from _of_graphs(options)
+    yield from _of_updates(options)
     if options.workers is None:
         return
     if not options.workers.fsdp:
@@ -87,6 +88,21 @@ def _of_graphs(options: RunOptions) -> Iterator[str]:
     what = "full_iteration" if isinstance(graphs, FullIterationConfig) else "scopes"
     for obstacle in obstacles:
         yield f"impl: {what}{where}: {obstacle.reason}: {obstacle.remedy}"
+
+
+def _of_updates(options: RunOptions) -> Iterator[str]:
+    if not options.preset.training.update_in_backward:
+        return
+    if options.workers is not None:
+        yield (
+            "update_in_backward: gradients of several ranks add up behind the backward, and this "
+            "updates within it: use one process"
+        )
+    graphs = options.graph_config
+    if isinstance(graphs, FullIterationConfig) and not graphs.optimizer_in_graph:
+        yield (
+            "update_in_backward: the graph of a step has the update in it: drop --update-outside"
+        )
 
 
 def _of_experts(options: RunOptions, ep: int) -> Iterator[str]:

@@ -33,12 +33,15 @@ class OptimizerChoice:
     Attributes:
         takes_update_options: whether it has states of another dtype, stochastic rounding and
             averages (``UpdateOptions``).
+        updates_in_backward: whether it can update each weight as soon as its gradient is there
+            (``UpdateInBackward``).
         passes: how often a step reads or writes a number for each weight; None if not known.
         needs_whole_columns: whether it cannot update the part of a matrix that a rank of tensor
             parallelism has.
     """
 
     takes_update_options: ClassVar[bool] = False
+    updates_in_backward: ClassVar[bool] = False
     passes: ClassVar[int | None] = None
     needs_whole_columns: ClassVar[bool] = False
 
@@ -68,7 +71,7 @@ class OptimizerChoice:
 
 
 class OurAdamW(OptimizerChoice):
-    takes_update_options = True
+    takes_update_options = updates_in_backward = True
     # It reads parameter, gradient and two states, and writes all but the gradient. Before that the
     # gradient is read once more, for the norm to clip by.
     passes = 8
@@ -94,7 +97,7 @@ class TorchAdamW(OptimizerChoice):
 class MuonForMatrices(OptimizerChoice):
     """Muon for the matrices of layers and experts, and our AdamW for the rest."""
 
-    needs_whole_columns = True
+    needs_whole_columns = updates_in_backward = True
 
     def group_facts(self, model: nn.Module) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         splits = _splits_of_matrices(model)

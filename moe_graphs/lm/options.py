@@ -126,6 +126,12 @@ class TrainSettings:
     ema_decay: float | None = option(
         None, "Decay of averaged weights, which evaluations then use.", flags="--ema"
     )
+    update_in_backward: bool = option(
+        False,
+        "Update each weight within the backward and free its gradient. Clips by the norm of the "
+        "step before.",
+        flags="--update-in-backward",
+    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "sequence_length", "microbatches"):
@@ -145,6 +151,15 @@ class TrainSettings:
             raise ValueError(
                 f"optimizer: {self.optimizer} has no optimizer_state, stochastic_rounding or "
                 f"ema_decay: use adamw, or drop them"
+            )
+        if self.update_in_backward and not getattr(choice, "updates_in_backward", False):
+            raise ValueError(
+                f"update_in_backward: {self.optimizer} updates all weights together: use adamw"
+            )
+        if self.update_in_backward and self.microbatches > 1:
+            raise ValueError(
+                f"update_in_backward: gradients of {self.microbatches} microbatches cannot add up "
+                f"where each backward updates: use --microbatches 1"
             )
         if self.batch_size % self.microbatches:
             raise ValueError(

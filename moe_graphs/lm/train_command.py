@@ -220,7 +220,8 @@ def _update(settings: TrainSettings) -> str:
     averages = "" if decay is None else f"weights averaged with a decay of {decay:g}"
     states = settings.optimizer_state
     dtypes = "" if states == "parameter" else f"states in {states}"
-    return "".join(f", {said}" for said in (dtypes, rounding, averages) if said)
+    when = "updates within the backward" if settings.update_in_backward else ""
+    return "".join(f", {said}" for said in (dtypes, rounding, averages, when) if said)
 
 
 def _amount(documents: Documents) -> str:

@@ -34,6 +34,7 @@ from moe_graphs.parallel import Pipeline
 from moe_graphs.parallel.parallelize import free_gathered
 from moe_graphs.parallel.replicated import sum_gradients
 from moe_graphs.training.device_step import DeviceStep
+from moe_graphs.training.update_in_backward import UpdateInBackward
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -164,6 +165,9 @@ class Trainer:
             stage_group=None if workers is None or pipeline is None else workers.stage_group,
             set_to_none=True,
         )
+        self.updates: UpdateInBackward | None = None
+        if settings.update_in_backward:
+            self.updates = UpdateInBackward(self.optimizer, settings.clip_norm)
         self.full_iteration: FullIteration[Any, Any] | None = None
         self.optimizer_in_graph, self.find_nan = False, find_nan
         self.history = History.empty(settings.steps, self.device)
@@ -213,9 +217,12 @@ class Trainer:
             model=self.model,
             backend=backend_for(self.model.parameters()),
             optimizers=[self.optimizer],
-            state=[self.device_step],
+            state=self._state_of_updates(),
             anywhere=anywhere,
         )
+
+    def _state_of_updates(self) -> list[Any]:
+        return [self.device_step] if self.updates is None else [self.updates]
 
     def capture_full_iteration(self, config: FullIterationConfig) -> FullIteration[Any, Any]:
         """Makes steps a graph from now on, captured after the warm-up. The caller releases it."""
@@ -225,7 +232,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer if within else None,
             state=[
-                *([self.device_step] if within else []),
+                *(self._state_of_updates() if within else []),
                 *([self.pipeline.memory] if self.pipeline is not None else []),
             ],
             warmup_steps=config.warmup_steps,
@@ -396,7 +403,11 @@ class Trainer:
         """Clips, steps and drops the gradients. Returns their norm before clipping."""
         if self.workers is not None and not self.workers.fsdp:
             sum_gradients(self.model, self.workers.data)
-        norm = self.device_step().grad_norm
+        if self.updates is None:
+            norm = self.device_step().grad_norm
+        else:
+            self.optimizer.step()  # the backward has updated the weights
+            norm = self.updates.grad_norm.clone()
         assert norm is not None  # settings have a clip_norm
         # This does nothing unless the config asks for the aux-loss-free balancing of DeepSeek-V3.
         self.model.update_expert_bias(None if self.workers is None else self.workers.group)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from moe_graphs.optim.adamw import AdamW
 from moe_graphs.optim.gradient_factor import local_part
@@ -60,7 +61,7 @@ class UpdateInBackward:
     """
 
     def __init__(
-        self, optimizer: AdamW, max_norm: float | None = None, clip_by: ClipBy = "previous"
+        self, optimizer: Optimizer, max_norm: float | None = None, clip_by: ClipBy = "previous"
     ) -> None:
         if not isinstance(optimizer, AdamW):
             raise TypeError(
