@@ -114,6 +114,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
     (``options.resume``).
     """
     settings, workers, pipeline = options.preset.training, options.workers, None
+    within = options.asked.text.attention_within_documents
     autocast: Autocast = functools.partial(autocast_of, options.device)
     if workers is None:
         model = _in_this_process(options)
@@ -136,6 +137,7 @@ def build_trainer(options: RunOptions, batches: TrainingBatches) -> Trainer:
         workers=workers,
         pipeline=pipeline,
         find_nan=options.asked.numerics.find_nan,
+        separator=batches.documents.separator if within else None,
     )
 
 
@@ -217,6 +219,8 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
     layout = {} if options.workers is None else {"layout": options.workers.described()}
     if options.mixed_precision:  # by its name only where it is, as checkpoints before it have none
         layout["mixed_precision"] = "bfloat16, reductions in float32"
+    if options.asked.text.attention_within_documents:
+        layout["attention"] = "within documents"
     if options.workers is not None and options.workers.layout.pp > 1:
         schedule = options.asked.pipeline.schedule
         layout["schedule"] = f"{schedule}, {options.stages_per_rank} stage(s) a rank"

@@ -60,6 +60,11 @@ class Documents:
         return len(self.offsets) - 1
 
     @property
+    def separator(self) -> int:
+        """The token behind every document, which is the first input of the next one."""
+        return int(self.ids_T[-1])
+
+    @property
     def bytes_per_token(self) -> float:
         return self.content_bytes / len(self.ids_T)
 

@@ -45,6 +45,11 @@ def _problems(options: RunOptions) -> Iterator[str]:
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
     ranks = layout.data_parallel
     yield from _raised(check_optimizer_layout, settings, layout.tp)
+    if options.asked.text.attention_within_documents and max(layout.cp, pp) > 1:
+        yield (
+            f"attention_within_documents: with {'pp' if pp > 1 else 'cp'} a rank does not know the "
+            f"documents of its tokens: drop it, or choose another layout"
+        )
     if settings.batch_size // settings.microbatches % ranks:
         yield (
             f"batch_size: {settings.batch_size} sequences in {settings.microbatches} "

@@ -58,6 +58,11 @@ class TextOptions:
     tokenizer: Path | None = option(
         None, "Directory of tokenizer.json, if it is not that of --init."
     )
+    attention_within_documents: bool = option(
+        False,
+        "Tokens see their own document only, not others in their sequence (block-causal attention, "
+        "Megatron's --reset-attention-mask).",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +328,7 @@ class ProfileOptions:
         ProfiledModel,
         ("impl", "preset", "optimizer_in_graph", "dispatcher", "experts", "linear", "fp8"),
     )
-    text: TextOptions = section(TextOptions, ("data",))
+    text: TextOptions = section(TextOptions, ("data", "attention_within_documents"))
     training: dict[str, Any] = changes(
         TrainSettings, ("batch_size", "microbatches", "sequence_length", "optimizer", "seed")
     )

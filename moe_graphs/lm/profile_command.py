@@ -49,13 +49,15 @@ def profile(asked: ProfileOptions) -> None:
             device=where,
             graph_config=None,
             dispatcher=dispatcher,
-            asked=TrainOptions(model=asked.model, numerics=asked.numerics),
+            asked=TrainOptions(model=asked.model, numerics=asked.numerics, text=asked.text),
         )
         scopes = default_scopes(chosen.model, dispatcher)
         ways = parse_ways(impl, optimizer_in_graph, scopes)
         _check_files(trace, out)
         machine = torch.cuda.get_device_name(where) if where.type == "cuda" else "the CPU"
         title = f"preset {name} on {machine}, torch {torch.__version__}: {_sizes(options)}"
+        if asked.text.attention_within_documents:
+            title += ", attention within documents"
         console.print(f"step of {title}", markup=False)
         text = corpus_at(data) if data else standard_library()
         keep_profiler_ready()

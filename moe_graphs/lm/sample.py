@@ -43,7 +43,7 @@ def sample_text(
         autocast: as in ``Trainer``.
     """
     documents = text.held_out_documents
-    separator = int(documents.ids_T[-1])
+    separator = documents.separator
     first = documents.ids_T[: int(documents.offsets[1]) - 1].tolist()
     prompt = first[: min(_PROMPT_TOKENS, len(first), length // 2)]
     tokens = min(_NEW_TOKENS, length - 1 - len(prompt))

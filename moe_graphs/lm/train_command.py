@@ -187,7 +187,7 @@ def _describe(
 ) -> None:
     skipped = ", ".join(f"{count} {reason}" for reason, count in text.skipped.items()) or "none"
     settings, unit = options.preset.training, text.train_documents.unit
-    model = options.preset.model
+    model, within = options.preset.model, options.asked.text.attention_within_documents
     batches = training_run.build_batches(options, text)
     source = "checkpoint" if options.init else "preset"
     ranks = [] if options.workers is None else [f"layout: {options.workers.described()}"]
@@ -198,6 +198,7 @@ def _describe(
         f"{source} {name} on {options.device}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} CPU threads: {settings.steps} steps of {settings.batch_size} "
         f"sequences of {settings.sequence_length} {unit} in {settings.microbatches} microbatch(es)",
+        f"attention: within {'documents' if within else 'sequences, across documents'}",
         f"epochs: {batches.batches_per_epoch} steps each; the last {batches.left_over} {unit} of "
         f"an epoch fill no batch, and the next epoch has others there",
         *adapted,

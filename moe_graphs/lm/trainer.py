@@ -23,7 +23,8 @@ from moe_graphs.engine.partial.graphs import Graphs
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullIterationReport
 from moe_graphs.integrations.transformer_engine import back_to_fp8
-from moe_graphs.layers import LanguageModel
+from moe_graphs.layers import LanguageModel, ModelLoss
+from moe_graphs.layers.documents import documents_between
 from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.optimizers import build_optimizer
@@ -123,6 +124,7 @@ class Trainer:
         pipeline: runs the stages of this rank, if the ranks are a pipeline. ``model`` is then what
             ``pipeline_stages`` has left.
         find_nan: whether each step looks for the first operation with a value that is not finite.
+        separator: the token that begins each document, if tokens see their own document only.
 
     Attributes:
         whole: the model, for its names and sizes; in a pipeline on the meta device.
@@ -146,6 +148,7 @@ class Trainer:
         workers: Workers | None = None,
         pipeline: Pipeline | None = None,
         find_nan: bool = False,
+        separator: int | None = None,
     ) -> None:
         self.model, self.batches, self.settings, self.graphs = model, batches, settings, graphs
         self.drops_tokens, self.surroundings = drops_tokens, surroundings
@@ -169,7 +172,7 @@ class Trainer:
         if settings.update_in_backward:
             self.updates = UpdateInBackward(self.optimizer, settings.clip_norm)
         self.full_iteration: FullIteration[Any, Any] | None = None
-        self.optimizer_in_graph, self.find_nan = False, find_nan
+        self.optimizer_in_graph, self.find_nan, self.separator = False, find_nan, separator
         self.history = History.empty(settings.steps, self.device)
         self.clock = StepClock(self.device)
         self.step = 0
@@ -355,7 +358,7 @@ class Trainer:
                     total += self.pipeline.evaluate(inputs_BS, targets_BS)
                     continue
                 with self.autocast():
-                    total += self.model(inputs_BS, targets_BS, reduction="sum").loss
+                    total += self._loss(inputs_BS, targets_BS, reduction="sum").loss
         self.model.train(was_training)
         back_to_fp8(self.model, self.fp8_autocast)
         if self.workers is not None:
@@ -393,11 +396,17 @@ class Trainer:
                 return self.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
             for part in tokens.chunk(count):
                 with self.autocast():
-                    output = self.model(part[:, :-1], part[:, 1:])
+                    output = self._loss(part[:, :-1], part[:, 1:])
                 ((output.loss + output.aux_loss) / addends).backward()
                 losses.append(output.loss.detach())
                 dropped.append(output.dropped_tokens)
         return torch.stack(losses).mean(), torch.stack(dropped).sum()
+
+    def _loss(self, inputs_BS: Tensor, targets_BS: Tensor, reduction: str = "mean") -> ModelLoss:
+        documents = None
+        if self.separator is not None:
+            documents = documents_between(inputs_BS, self.separator)
+        return self.model(inputs_BS, targets_BS, document_ids_BS=documents, reduction=reduction)
 
     def update(self) -> Tensor:
         """Clips, steps and drops the gradients. Returns their norm before clipping."""
