@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +30,7 @@ from moe_graphs.engine.tensors import (
     communicates,
     finished,
     has_no_values,
+    is_wrapped,
     is_wrapper,
     noting_resizes,
     tensor_leaves,
@@ -160,12 +161,16 @@ class Origins:
             moved = (static.storage_offset() - tensor.storage_offset()) * tensor.itemsize
             self._note(tensor.untyped_storage(), "at", base + moved)
 
-    def go_on_in_backward(self, incoming: Sequence[Tensor]) -> None:
+    def go_on_in_backward(self, incoming: Sequence[Tensor], module: nn.Module) -> None:
         """Goes on behind a forward, and names the incoming gradients.
 
-        Nothing is known of the addresses of other memory that a backward finds.
+        Parameters and buffers of the module have addresses that last, also those that the forward
+        has not used. Nothing is known of the addresses of other memory that a backward finds.
         """
         self.by_address = False
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not (is_wrapped(tensor) or self.has(tensor)):
+                self.stands_in(tensor, tensor)
         for number, gradient in enumerate(incoming):
             self.call(gradient, f"incoming gradient {number}")
 

@@ -203,6 +203,34 @@ def test_audits_alone_find_a_change_that_lasts(engine, change, device, no_guards
 
 
 @on_devices
+def test_audits_alone_find_another_buffer_that_only_the_backward_reads(device, no_guards):
+    class Hooked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.register_buffer("factor", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x) * 1.0
+            h.register_hook(lambda gradient: gradient * self.factor)
+            return h
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Hooked()).to(device)
+    graphs = moe_graphs.graph(model, GraphConfig("*1", warmup_steps=2, audit_every=1))
+
+    def train() -> None:
+        for _ in range(6):
+            with graphs.step():
+                model(torch.randn(2, WIDTH, device=device)).sum().backward()
+
+    train()
+    assert graphs.report().audits_passed == graphs.report().audited > 0
+    model[1].factor = torch.full((WIDTH,), 0.5, device=device)
+    other = "in its backward, operation .* memory at 0x.* and was memory at 0x"
+    with pytest.warns(GraphWarning, match=other):
+        train()
+
+
+@on_devices
 @on_engines
 def test_without_audits_and_guards_nothing_finds_them(engine, device, no_guards):
     """Nothing but the audits finds the changes of the test before."""

@@ -321,7 +321,7 @@ class AuditedCall:
             self._take_over_outputs(open)
         if self._has_passed and is_captured and origins is not None and stream is not None:
             assert backward is not None
-            origins.go_on_in_backward(run.incoming)
+            origins.go_on_in_backward(run.incoming, self._scope.module)
             conditions = backward.conditions
             comparison = self._comparison(stream, origins, conditions, may_undo=not keeps)
         with contextlib.ExitStack() as stack:

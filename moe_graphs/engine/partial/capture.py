@@ -394,7 +394,7 @@ class Recorder:
             copy_to(target, gradient)
         origins = None if audit is None else audit.origins
         if origins is not None:
-            origins.go_on_in_backward(static)
+            origins.go_on_in_backward(static, site.planned.scope.module)
 
         def recorded(pool: Any, *, last: bool, copies: str | None) -> RecordedBackward:
             graph, made = None, Allocations()
