@@ -1,4 +1,4 @@
-"""The experts that a pass through a model has chosen, used again in another pass.
+"""The experts that a model chooses: recorded, used again in another pass, and counted.
 
 Reinforcement learning trains on the experts that the rollout, or the old policy's forward, has
 chosen (routing replay, router replay, R2 and R3)::
@@ -11,6 +11,12 @@ chosen (routing replay, router replay, R2 and R3)::
 
 The weights of the given experts are computed anew, so gradients flow to the router; losses of the
 router count the given experts.
+
+Which experts work is seen by a watch::
+
+    watch = routing.watch(model)  # before graphs are captured
+    train()
+    print(watch.report())
 
 Shapes: L layers with experts, T tokens of a call, E experts, K top-k.
 """
@@ -28,6 +34,7 @@ from torch import Tensor, nn
 
 from moe_graphs.engine.checks import Deferred, are_noted
 from moe_graphs.errors import CheckError
+from moe_graphs.layers.expert_load import ExpertLoad
 from moe_graphs.layers.moe import MoEStages
 from moe_graphs.layers.topk_routers import pass_through, router_of
 from moe_graphs.staged import carried_block, recomputed_within
@@ -81,7 +88,128 @@ def replay(model: nn.Module, choices: Tensor | Sequence[Tensor]) -> Iterator[Non
         yield
 
 
+def watch(model: nn.Module) -> Watch:
+    """Count the pairs that each expert of a model gets, from now until ``close()``.
+
+    Call it before graphs are captured: a graph that does not count does not serve a model that is
+    watched. The counters are on the device, and nothing waits for it before somebody reads them.
+
+    Raises:
+        ValueError: the model has no layers whose choice is known, or it is watched already.
+    """
+    seats = _seats(model)
+    if any(seat.read(_WATCHED)["expert_load"] is not None for seat in seats):
+        raise ValueError("routing.watch: the model is watched already: close() the first watch")
+    return Watch(seats)
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """The load of the experts of one layer since the last reset.
+
+    Attributes:
+        name: the name of the layer.
+        pairs: pairs of tokens and experts, by expert.
+        aux_loss: the router's losses in the last forward, coefficients applied. None for layers of
+            other libraries, whose losses the model makes.
+    """
+
+    name: str
+    pairs: tuple[int, ...]
+    aux_loss: float | None
+
+    @property
+    def max_over_mean(self) -> float:
+        """The largest number of pairs over the mean; 1 is balanced, 0 means no tokens."""
+        return max(self.pairs) * len(self.pairs) / max(1, sum(self.pairs))
+
+    @property
+    def unused(self) -> int:
+        """The number of experts that no token has chosen."""
+        return self.pairs.count(0)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The load of the experts of all layers; ``print`` shows a row for each layer."""
+
+    layers: tuple[LayerLoad, ...]
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers for a log, over all layers.
+
+        ``experts/max_over_mean`` is that of the worst layer, ``experts/unused`` and
+        ``experts/aux_loss`` are sums; the last one is there if some layers have such losses.
+        """
+        found = {
+            "experts/max_over_mean": max(layer.max_over_mean for layer in self.layers),
+            "experts/unused": float(sum(layer.unused for layer in self.layers)),
+        }
+        losses = [layer.aux_loss for layer in self.layers if layer.aux_loss is not None]
+        return {**found, "experts/aux_loss": sum(losses)} if losses else found
+
+    def write(self, writer: Any, step: int) -> None:
+        """Write ``scalars()``, and both loads of each layer, to a ``SummaryWriter``."""
+        for name, value in self.scalars().items():
+            writer.add_scalar(name, value, step)
+        for layer in self.layers:
+            writer.add_scalar(f"experts/max_over_mean/{layer.name}", layer.max_over_mean, step)
+            writer.add_scalar(f"experts/unused/{layer.name}", layer.unused, step)
+
+    def __str__(self) -> str:
+        width = max(len("layer"), *(len(layer.name) for layer in self.layers))
+        lines = [f"{'layer':{width}}  max/mean  unused    aux loss  most chosen"]
+        for layer in self.layers:
+            best = sorted(range(len(layer.pairs)), key=lambda e: -layer.pairs[e])[:4]
+            loss = "-" if layer.aux_loss is None else f"{layer.aux_loss:.5f}"
+            lines.append(
+                f"{layer.name:{width}}  {layer.max_over_mean:8.2f}  {layer.unused:6d}  {loss:>10}"
+                f"  {' '.join(map(str, best))}"
+            )
+        return "\n".join(lines)
+
+
+class Watch:
+    """Counters of a model, as ``watch`` makes them.
+
+    Attributes:
+        loads: the counters on the device, by the name of the layer.
+    """
+
+    def __init__(self, seats: Sequence[_Seat]) -> None:
+        self._seats, self.loads = seats, dict[str, ExpertLoad]()
+        self._before = [seat.read(_WATCHED) for seat in seats]
+        for seat in seats:
+            place = next(seat.module.parameters()).device
+            load = ExpertLoad(seat.num_experts, seat.has_aux_loss, place)
+            self.loads[seat.name] = load
+            state = {"expert_load": load}
+            seat.write(state if seat.forward is None else {**state, "forward": seat.forward})
+
+    def report(self) -> LoadReport:
+        """Read what the experts got since the last reset. Waits for the device."""
+        layers = []
+        for name, load in self.loads.items():
+            aux_loss = load.aux_loss.item() if load.has_aux_loss else None
+            layers.append(LayerLoad(name, tuple(load.pairs_E.tolist()), aux_loss))
+        return LoadReport(tuple(layers))
+
+    def reset(self) -> None:
+        """Zero the counters, without waiting for the device."""
+        for load in self.loads.values():
+            load.zero()
+
+    def close(self) -> None:
+        """End the counting; the model is as it was before."""
+        for seat, before in zip(self._seats, self._before, strict=True):
+            seat.write(before)
+
+
 # ---- the block
+
+
+_STATE = ("routing_pass", "experts_TK", "forward")
+_WATCHED = ("expert_load", "forward")
 
 
 @dataclass(frozen=True)
@@ -93,17 +221,19 @@ class _Seat:
         module: the module whose attributes ``routing_pass`` and ``experts_TK`` say what its
             forward does: a layer of ours, or a router of another library.
         top_k: K, None if the module does not say.
-        forward: in the block, the forward of a router of another library.
+        has_aux_loss: whether the module makes losses of its own.
+        forward: the forward that a router of another library has in a block or while it is watched.
     """
 
     name: str
     module: Any
     num_experts: int
     top_k: int | None
+    has_aux_loss: bool = False
     forward: Any = None
 
-    def read(self) -> dict[str, Any]:
-        return {name: vars(self.module).get(name) for name in _STATE}
+    def read(self, names: Sequence[str] = _STATE) -> dict[str, Any]:
+        return {name: vars(self.module).get(name) for name in names}
 
     def write(self, state: dict[str, Any]) -> None:
         attributes = vars(self.module)
@@ -112,9 +242,6 @@ class _Seat:
                 attributes.pop(name, None)
             else:
                 attributes[name] = value
-
-
-_STATE = ("routing_pass", "experts_TK", "forward")
 
 
 class _Block:
@@ -193,7 +320,9 @@ def _seats(model: nn.Module) -> list[_Seat]:
     found: list[_Seat] = []
     for name, module in model.named_modules():
         if isinstance(module, MoEStages):
-            found.append(_Seat(name, module, module.config.num_experts, module.config.top_k))
+            config = module.config
+            losses = bool(config.aux_loss_coef or config.z_loss_coef)
+            found.append(_Seat(name, module, config.num_experts, config.top_k, losses))
         elif isinstance(getattr(module, "experts", None), nn.Module):
             router = router_of(module)
             if router is not None:
@@ -207,7 +336,7 @@ def _seat_of_other(name: str, experts: Any, router: nn.Module) -> _Seat:
     count = getattr(experts, "num_experts", None)
     count = len(experts) if count is None else count
     forward = pass_through(router, count)
-    return _Seat(name, router, count, getattr(router, "top_k", None), forward)
+    return _Seat(name, router, count, getattr(router, "top_k", None), forward=forward)
 
 
 # ---- choices that are given

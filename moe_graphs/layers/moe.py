@@ -24,6 +24,7 @@ from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispa
 from moe_graphs.dispatch.row_statistics import RowStatistics
 from moe_graphs.layers.expert_backends import ExpertsBackend, build_experts
 from moe_graphs.layers.expert_layouts import Experts, layout_of, router_weight
+from moe_graphs.layers.expert_load import ExpertLoad
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.router import Routing, TopKRouter
@@ -102,6 +103,7 @@ class MoEStages(Staged):
         routing_pass: what a call does with chosen experts, as ``moe_graphs.routing`` sets it:
             "record" leaves them in ``experts_TK``, "replay" takes those that are there.
         experts_TK: int64, or None.
+        expert_load: counters for ``moe_graphs.routing.watch``, or None.
     """
 
     config: MoEConfig
@@ -109,6 +111,7 @@ class MoEStages(Staged):
     experts: nn.Module
     routing_pass: str | None = None
     experts_TK: Tensor | None = None
+    expert_load: ExpertLoad | None = None
 
     # ---- stage moe_router
 
@@ -119,11 +122,17 @@ class MoEStages(Staged):
             routing = self.choose(hidden_TD)
         else:
             routing = self._pass_choice(hidden_TD)
+        if self.expert_load is not None and self.training:
+            self._count_load(routing)
         return Routed(hidden, routing, self.run_shared(hidden_TD))
 
     def choose(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
         """Choose experts for tokens, or take the given ones; shapes in ``Routing`` are static."""
         raise NotImplementedError
+
+    def _count_load(self, routing: Routing) -> None:
+        assert self.expert_load is not None
+        self.expert_load.count(routing.experts_TK, routing.tokens_per_expert_E, routing.aux_loss)
 
     def _pass_choice(self, hidden_TD: Tensor) -> Routing:
         """Record or replay; the attribute is assigned both times, so it is an output of graphs.

@@ -105,15 +105,26 @@ def router_of(block: Any) -> nn.Module | None:
 
 
 def pass_through(router: nn.Module, num_experts: int) -> Any:
-    """The forward of a router that records or replays, as its ``routing_pass`` says."""
-    return functools.partial(_forward, router, vars(router).get("forward"), num_experts)
+    """A forward for a router that records, replays and counts, as its attributes say.
+
+    It is that which the router has already, if that is one of these.
+    """
+    patched = vars(router).get("forward")
+    if isinstance(patched, functools.partial) and patched.func is _forward:
+        return patched
+    return functools.partial(_forward, router, patched, num_experts)
 
 
 def _forward(router: Any, patched: Any, num_experts: int, /, *args: Any, **kwargs: Any) -> Any:
-    given_TK = router.experts_TK if router.routing_pass == "replay" else None
+    routing_pass = getattr(router, "routing_pass", None)
+    given_TK = router.experts_TK if routing_pass == "replay" else None
     forward = functools.partial(type(router).forward, router) if patched is None else patched
     choice = TopKChoice(num_experts, given_TK)
     with choice:
         outputs = forward(*args, **kwargs)
-    router.experts_TK = choice.experts_TK
+    if routing_pass is not None:
+        router.experts_TK = choice.experts_TK
+    load = getattr(router, "expert_load", None)
+    if load is not None and router.training:
+        load.count(choice.experts_TK, None, None)
     return outputs

@@ -13,9 +13,10 @@ from hf_families import Texts, tiny  # noqa: E402
 from moe_graphs.integrations.transformers import GraphCallback  # noqa: E402
 
 STEPS, SAVED_AT = 12, 6
+KEPT = ("step", "loss", "eval_loss", "grad_norm")
 
 
-def trained(folder, callback, resume=None, dtype=torch.float32, **options):
+def trained(folder, *callbacks, resume=None, dtype=torch.float32, **options):
     """Losses in the log, and the parameters."""
     model = tiny("qwen3_moe", "grouped_mm", moe_intermediate_size=64)
     if resume is not None:  # Trainer leaves out experts, see GraphCallback
@@ -39,11 +40,11 @@ def trained(folder, callback, resume=None, dtype=torch.float32, **options):
     arguments = transformers.TrainingArguments(str(folder), **(given | options))
     arguments._n_gpu = min(arguments.n_gpu, 1)  # on several GPUs Trainer takes DataParallel
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=Texts(40), eval_dataset=Texts(6), callbacks=[callback]
+        model, arguments, train_dataset=Texts(40), eval_dataset=Texts(6), callbacks=[*callbacks]
     )
     trainer.train(resume_from_checkpoint=resume)
     logged = [
-        {k: v for k, v in line.items() if k in ("step", "loss", "eval_loss", "grad_norm")}
+        {k: v for k, v in line.items() if k in KEPT or k.startswith("experts/")}
         for line in trainer.state.log_history
     ]
     return logged, [p.detach() for p in model.parameters()]
@@ -51,6 +52,29 @@ def trained(folder, callback, resume=None, dtype=torch.float32, **options):
 
 def same(one, other):
     return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*use_cache")
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_log_shows_the_load_of_experts(tmp_path, checkpointing):
+    """Lines of the training have it, those of evaluations do not, and training is the same."""
+    shown = []
+
+    class Show(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            shown.append(dict(logs))
+
+    options = dict(max_steps=4, gradient_checkpointing=checkpointing)
+    plain = trained(tmp_path / "plain", GraphCallback(), **options)
+    callback = GraphCallback(watch_experts=True)
+    watched = trained(tmp_path / "watched", callback, Show(), **options)
+    assert all(map(torch.equal, plain[1], watched[1]))
+    lines = [line for line in watched[0] if "loss" in line]
+    assert all(line["experts/max_over_mean"] >= 1 for line in lines)
+    counts = [line["experts/unused"] for line in lines]
+    assert [line["experts/unused"] for line in shown if "loss" in line] == counts
+    assert not any("experts/unused" in line for line in shown if "loss" not in line)
+    assert callback.report.eager_calls.keys() <= {"warmup", "no_grad", "recompute"}
 
 
 def test_it_is_trainers_training_bit_for_bit(tmp_path):

@@ -179,6 +179,28 @@ def test_a_whole_step_takes_choices_as_input():
     assert all(map(torch.equal, steps(False), steps(True)))
 
 
+@pytest.mark.parametrize(
+    ("family", "is_swapped"),
+    [("qwen3_moe", True), ("qwen3_moe", False), pytest.param("deepseek_v4", False, marks=LONG)],
+)
+def test_a_watch_counts_what_a_model_chooses(family, is_swapped):
+    model = model_of(family)
+    if is_swapped:
+        swap_moe_layers(model)
+    plain = loss_and_gradients(model, tokens())
+    watch = routing.watch(model)
+    with routing.record(model) as choices:
+        assert same(plain, loss_and_gradients(model, tokens()))
+    assert same(plain, loss_and_gradients(model, tokens()))
+    counts = [2 * each.flatten().bincount(minlength=EXPERTS) for each in choices]
+    report = watch.report()
+    assert [layer.pairs for layer in report.layers] == [tuple(each.tolist()) for each in counts]
+    assert report.scalars().keys() == {"experts/max_over_mean", "experts/unused"}
+    watch.close()
+    assert same(plain, loss_and_gradients(model, tokens()))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_a_family_that_chooses_without_topk_is_refused():
     model = tiny("phimoe", "grouped_mm")
     with pytest.raises(ValueError, match="PhimoeSparseMoeBlock has 0 routers"):

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from moe_graphs.engine.report import Report
 from moe_graphs.errors import GraphError
 from moe_graphs.integrations.transformers.accelerated import Accelerated, accelerate_model
+from moe_graphs.routing import Watch, watch
 
 
 class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
@@ -31,13 +32,25 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
     Args:
         accelerated: what ``accelerate_model`` has returned for the model, if it was called before.
             The callback marks its steps then, and leaves the model as it is in the end.
+        watch_experts: whether lines of the training's log get the load of experts since the line
+            before (``LoadReport.scalars``). Trainer's own reporters run before this callback and
+            do not see them: for TensorBoard give
+            ``callbacks=[GraphCallback(watch_experts=True), TensorBoardCallback()]`` and
+            ``report_to="none"``.
         options: of ``accelerate_model`` otherwise.
 
     Attributes:
         accelerated: what was changed; ``report`` is there after the training.
+        watch: the counters of experts, None without ``watch_experts``.
     """
 
-    def __init__(self, accelerated: Accelerated | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        accelerated: Accelerated | None = None,
+        *,
+        watch_experts: bool = False,
+        **options: Any,
+    ) -> None:
         if accelerated is not None and options:
             raise ValueError(
                 f"GraphCallback got what accelerate_model has returned and {', '.join(options)}: "
@@ -46,6 +59,8 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
         self.options = options
         self.accelerated, self._is_given = accelerated, accelerated is not None
         self.report: Report | None = None
+        self.watch_experts = watch_experts
+        self.watch: Watch | None = None
         self._step = contextlib.ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
@@ -61,6 +76,8 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
             self.accelerated = _accelerate(model, self.options)
         if state.is_world_process_zero:
             print(self.accelerated)
+        if self.watch_experts:
+            self.watch = watch(model)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         assert self.accelerated is not None
@@ -68,6 +85,13 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._step.close()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self.watch is not None and logs is not None and "loss" in logs:
+            found = self.watch.report().scalars()
+            self.watch.reset()
+            logs.update(found)
+            state.log_history[-1].update(found)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.accelerated is not None
@@ -78,6 +102,9 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
 
     def _undo(self) -> None:
         self._step.close()
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
         if self.accelerated is not None and not self._is_given:
             self.accelerated.undo()
 

@@ -20,6 +20,7 @@ from moe_graphs.errors import GraphWarning
 from moe_graphs.integrations.peft import SUMMED, innermost, lora_of, why_summed
 from moe_graphs.integrations.transformers.collected_outputs import is_collecting
 from moe_graphs.kernels import RowOrder, route, routed_experts
+from moe_graphs.kernels.choose_experts.reference import pairs_per_expert
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from moe_graphs.layers import MoEConfig, Routing
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
@@ -155,7 +156,7 @@ class SwappedMoE(MoEStages):
             with TopKChoice(self.config.num_experts, given_TK):
                 _, weights_TK, experts_TK = router(*given)
             zero = hidden_TD.new_zeros((), dtype=torch.float32)
-            counts_E = experts_TK.new_zeros(self.config.num_experts)  # nobody reads them
+            counts_E = pairs_per_expert(experts_TK, self.config.num_experts)
             return Routing(weights_TK.float(), experts_TK, zero, counts_E)
         if forward_hooks_of(router):
             router(*given)

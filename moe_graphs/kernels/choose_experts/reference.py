@@ -68,7 +68,7 @@ def choose(
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     if rule.scaling != 1.0:
         weights_TK = weights_TK * rule.scaling
-    counts_E = _count(experts_TK, logits_TE.shape[1])
+    counts_E = pairs_per_expert(experts_TK, logits_TE.shape[1])
     return Choice(weights_TK, experts_TK, _aux_loss(logits_TE, scores_TE, counts_E, rule), counts_E)
 
 
@@ -108,7 +108,7 @@ def _aux_loss(logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor, rule: Rout
     return loss
 
 
-def _count(experts_TK: Tensor, num_experts: int) -> Tensor:
+def pairs_per_expert(experts_TK: Tensor, num_experts: int) -> Tensor:
     """Pairs per expert. A mask and a sum: bincount synchronises, scatter_add uses atomics."""
     chosen_TE = experts_TK.new_zeros(experts_TK.shape[0], num_experts, dtype=torch.bool)
     return chosen_TE.scatter_(1, experts_TK, True).sum(0)
