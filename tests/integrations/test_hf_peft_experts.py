@@ -88,24 +88,30 @@ def test_ranks_scales_and_one_parameter_alone(options):
         check_close(loss_and_gradients(built("qwen3_moe", order, **options)[0]), expected)
 
 
-def test_no_summed_weight_is_made():
-    model, _ = built("qwen3_moe", "lora first")
-    shapes = {tuple(p.shape) for block in blocks(model) for p in block.experts.parameters()}
-    three = {tuple(sorted(shape)) for shape in shapes if len(shape) == 3}
+def summed_weights(model):
+    """Operations of a step whose results are as large as all experts' weights, and no views."""
+    stacks = [p for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name]
+    shapes = {tuple(sorted(p.shape)) for p in stacks}
     there = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    made: list[str] = []
+    made = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal made
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and tuple(sorted(out.shape)) in three:
-                made += [func.name()] * (out.untyped_storage().data_ptr() not in there)
+            if isinstance(out, torch.Tensor) and tuple(sorted(out.shape)) in shapes:
+                made.extend([func.name()] * (out.untyped_storage().data_ptr() not in there))
             return out
 
     with Watch():
         model(input_ids=tokens(), labels=tokens()).loss.backward()
-    assert not made
+    return made
+
+
+def test_no_summed_weight_is_made():
+    model, accelerated = built("qwen3_moe", "lora first")
+    assert not summed_weights(model)
+    accelerated.undo()
+    assert len(summed_weights(model)) >= 4
 
 
 def train(model, accelerated, between=lambda step: contextlib.nullcontext()):
@@ -223,3 +229,31 @@ def test_files_are_those_of_peft(tmp_path):
     assert all(
         len(wrappers_around(m.experts)) == 2 for m in model.modules() if hasattr(m, "experts")
     )
+
+
+def test_experts_that_stay_transformers_multiply_rows_as_well():
+    expected = loss_and_gradients(built("gpt_oss", None)[0])
+    model, accelerated = built("gpt_oss", "lora first")
+    (line,) = [each for each in accelerated.changes if each.part == "lora"]
+    assert line.done
+    made = summed_weights(model)
+    assert not made
+    check_close(loss_and_gradients(model), expected)
+    accelerated.undo()
+    assert len(summed_weights(model)) >= 4
+    found = loss_and_gradients(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_graphs_of_such_experts_change_no_bit():
+    expected = train(*built("gpt_oss", "lora first"))
+    model, accelerated = built("gpt_oss", "lora first", graphs=True)
+    assert all(map(torch.equal, train(model, accelerated), expected))
+    assert accelerated.graphs.report().eager_calls == {"warmup": 6}
+
+
+def test_lora_that_comes_later_around_such_experts_is_named():
+    expected = loss_and_gradients(built("gpt_oss", None)[0])
+    model, accelerated = built("gpt_oss", "lora last")
+    check_close(loss_and_gradients(model), expected)
+    assert "2 ParamWrapper: apply PEFT before accelerate_model" in str(accelerated)

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_routed_experts import BF16, FP32, FP64, ROUTINGS, D, E, F, K, T, error, orders
+from test_routed_experts import BF16, FP32, FP64, GATES, ROUTINGS, D, E, F, K, T, error, orders
 from torch import Tensor
 
 from kept_bytes import kept_bytes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import RowOrder, permute, route_rows, routed_experts
-from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
+from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.routed_experts.lora import (
+    LoRA,
+    down_projection_with_lora,
+    routed_experts_with_lora,
+)
 
 RANKS = (4, 8, 16)
 BESIDE = {
@@ -74,6 +79,20 @@ def test_values_and_gradients_are_those_of_summed_weights(name, order, beside):
     expected = gradients(materialised(order, given, beside), given[:6], grad)
     assert len(found) == 3 + 2 * sum(BESIDE[beside])
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_other_activations_have_factors_as_well(gate):
+    order, grad = route_rows(ROUTINGS["half empty"](), E), torch.randn(T, D, dtype=FP64)
+    _, weights, _, _, a2, b2, _, w2 = leaves()
+    gate_up = torch.randn(T * K, 2 * F, dtype=FP64, requires_grad=True)
+    wanted, results = [gate_up, weights, a2, b2], []
+    for out in (
+        down_projection_with_lora(gate_up, order, weights, w2, LoRA(a2, b2), gate=gate),
+        down_projection(gate_up, order, weights, w2 + a2 @ b2, gate=gate),
+    ):
+        results.append(gradients(out, wanted, grad))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("rank", RANKS)

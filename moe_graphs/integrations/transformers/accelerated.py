@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.partial.graphs import Graphs, graph
 from moe_graphs.engine.report import Report
+from moe_graphs.integrations.transformers.adapted_experts import multiply_rows
 from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Change, Changes, trying
 from moe_graphs.integrations.transformers.checkpointing import Look, pass_by, runs_checkpoint
@@ -196,6 +197,7 @@ def _change_experts(model: Any, done: Accelerated) -> None:
     note = f"{before} -> grouped GEMMs, sizes on the device"
     undo = functools.partial(model.set_experts_implementation, before)
     done.changed("experts", what, count, note, undo)
+    multiply_rows(model, done)
 
 
 def _change_loss(model: Any, done: Accelerated) -> None:

@@ -6,6 +6,7 @@ lays its weights out. Shapes: T tokens, H hidden, K top-k, E experts, R = T*K ro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from moe_graphs.dispatch.local_rows import local_rows
 from moe_graphs.kernels import (
     RowOrder,
-    gather_gemm,
     grouped_gemm,
     permute,
     route_rows,
@@ -25,7 +25,7 @@ from moe_graphs.kernels import (
 )
 from moe_graphs.kernels.gemm import grouped_gemm_wgrad
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.routed_experts.lora import LoRA, down_projection_with_lora, up_projection
 from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 
 NAME = "moe_graphs"
@@ -81,6 +81,21 @@ def experts_forward(
     Raises:
         ValueError: dtype or sizes that ``grouped_gemm`` does not take.
     """
+    return experts_with_lora(self, hidden_states, top_k_index, top_k_weights, {})
+
+
+def experts_with_lora(
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    lora: Mapping[str, LoRA],
+) -> Tensor:
+    """``experts_forward`` with factors beside the weights of these names, in their layout.
+
+    Raises:
+        ValueError: there are factors, and the experts' activation is not one of our kernels'.
+    """
     experts, others = self.num_experts, _has_others(self)
     if others:  # whose pairs have no rows here
         order = local_rows(top_k_index, range(experts), experts + 1, top_k_index.numel()).order
@@ -88,8 +103,10 @@ def experts_forward(
         order = route_rows(top_k_index, experts)
     has_norm, gate = getattr(self, "has_post_expert_norm", False), _gate_of(self)
     if gate is not None and not has_norm:
-        sums_TH = _sums(self, gate, hidden_states, order, top_k_index, top_k_weights)
+        sums_TH = _sums(self, gate, hidden_states, order, top_k_index, top_k_weights, lora)
         return sums_TH.to(hidden_states.dtype)
+    if lora:
+        raise ValueError(f"{type(self).__name__}: {why_no_lora(self)}")
     up_proj = "gate_up_proj" if self.has_gate else "up_proj"
     rows_RH, ends_E = permute(hidden_states, order), order.offsets_E
     rows_RN = _linear(self, up_proj, rows_RH, ends_E, zero_tail=others)
@@ -106,6 +123,7 @@ def _sums(
     order: RowOrder,
     index_TK: Tensor,
     weights_TK: Tensor,
+    lora: Mapping[str, LoRA],
 ) -> Tensor:
     """Each token's sum over its experts, of which tokens and one product are kept.
 
@@ -113,11 +131,13 @@ def _sums(
     """
     w1, w2 = _weight(experts, "gate_up_proj"), _weight(experts, "down_proj")
     tokens_TH, ends_E = _in_dtype_of(w1, hidden_TH), order.offsets_E
-    gate_up_R2F = gather_gemm(tokens_TH, order, w1, zero_tail=False, in_loads=False)
+    beside = {name: f if experts.is_transposed else f.transposed() for name, f in lora.items()}
+    first, second = (beside.get(name) for name in ("gate_up_proj", "down_proj"))
+    gate_up_R2F = up_projection(tokens_TH, order, index_TK.shape[1], w1, first)
     if experts.has_bias:
         bias_E2F = experts.gate_up_proj_bias.to(gate_up_R2F.dtype)
         gate_up_R2F = _AddBias.apply(gate_up_R2F, bias_E2F, ends_E)
-    sums_TH = down_projection(gate_up_R2F, order, weights_TK, w2, gate=gate)
+    sums_TH = down_projection_with_lora(gate_up_R2F, order, weights_TK, w2, second, gate=gate)
     if not experts.has_bias:
         return sums_TH
     count = len(ends_E)  # the column behind the last expert is for experts of other ranks
@@ -126,6 +146,15 @@ def _sums(
     return torch.addmm(
         sums_TH, weights_TE.to(sums_TH.dtype), experts.down_proj_bias.to(sums_TH.dtype)
     )
+
+
+def why_no_lora(experts: Any) -> str | None:
+    """The reason why ``experts_with_lora`` takes no factors for these experts; None if it does."""
+    if getattr(experts, "has_post_expert_norm", False):
+        return "there is a norm behind each expert"
+    if _gate_of(experts) is None:
+        return "their activation is not one of our kernels'"
+    return None
 
 
 def _gate_of(experts: Any) -> ClampedGate | None:

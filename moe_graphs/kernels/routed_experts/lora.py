@@ -46,7 +46,7 @@ from moe_graphs.kernels.routed_experts import (
     weighted_swiglu_backward,
 )
 from moe_graphs.kernels.row_order import RowOrder
-from moe_graphs.kernels.swiglu import NO_CLAMP, swiglu_forward
+from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate, swiglu_forward
 
 
 class LoRA(NamedTuple):
@@ -93,29 +93,56 @@ def routed_experts_with_lora(
     """
     tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
     tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
-    for name, w_EMN, lora in (("w1", w1_ED2F, lora1), ("w2", w2_EFD, lora2)):
-        if lora is not None:
-            _check_factors(name, w_EMN, lora)
     check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
-    if lora1 is not None:
-        check_operands(tokens_TD, w1_ED2F, order.offsets_E)
-        factors = _in_dtype_of(tokens_TD, lora1)
-        inverse_TK = order.inverse_R.view_as(weights_TK)
-        indices = order.order_R, inverse_TK, order.offsets_E
-        gate_up_R2F = _UpProjection.apply(
-            tokens_TD, *factors, w1_ED2F, *indices, order.has_gaps, is_sorted
-        )
-    elif is_sorted:
-        gate_up_R2F = grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
-    else:
-        gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    top_k = weights_TK.shape[1]
+    gate_up_R2F = up_projection(tokens_TD, order, top_k, w1_ED2F, lora1, is_sorted=is_sorted)
+    return down_projection_with_lora(gate_up_R2F, order, weights_TK, w2_EFD, lora2)
+
+
+def up_projection(
+    tokens_TD: Tensor,
+    order: RowOrder,
+    top_k: int,
+    w1_ED2F: Tensor,
+    lora1: LoRA | None,
+    *,
+    is_sorted: bool = False,
+) -> Tensor:
+    """Gate and up of the rows: the first half of ``routed_experts_with_lora``."""
+    tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
+    if lora1 is None and is_sorted:
+        return grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
+    if lora1 is None:
+        return gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    _check_factors("w1", w1_ED2F, lora1)
+    check_operands(tokens_TD, w1_ED2F, order.offsets_E)
+    factors = _in_dtype_of(tokens_TD, lora1)
+    indices = order.order_R, order.inverse_R.view(-1, top_k), order.offsets_E
+    return _UpProjection.apply(tokens_TD, *factors, w1_ED2F, *indices, order.has_gaps, is_sorted)
+
+
+def down_projection_with_lora(
+    gate_up_R2F: Tensor,
+    order: RowOrder,
+    weights_TK: Tensor,
+    w2_EFD: Tensor,
+    lora2: LoRA | None,
+    *,
+    gate: ClampedGate = NO_CLAMP,
+) -> Tensor:
+    """The sums of tokens from gate and up: the second half of ``routed_experts_with_lora``.
+
+    Args:
+        gate: an activation in place of SwiGLU.
+    """
     if lora2 is None:
-        return down_projection(gate_up_R2F, order, weights_TK, w2_EFD)
+        return down_projection(gate_up_R2F, order, weights_TK, w2_EFD, gate=gate)
+    gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)
+    _check_factors("w2", w2_EFD, lora2)
     factors = _in_dtype_of(gate_up_R2F, lora2)
-    inverse_TK = order.inverse_R.view_as(weights_TK)
-    indices = order.order_R, inverse_TK, order.offsets_E
+    indices = order.order_R, order.inverse_R.view_as(weights_TK), order.offsets_E
     return _DownProjection.apply(
-        gate_up_R2F, *factors, weights_TK, w2_EFD, *indices, order.has_gaps
+        gate_up_R2F, *factors, weights_TK, w2_EFD, *indices, order.has_gaps, gate
     )
 
 
@@ -214,12 +241,13 @@ class _DownProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD, order_R, inverse_TK, offsets_E, has_gaps
-    ):
-        ctx.has_gaps = has_gaps
+        ctx, gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD, order_R, inverse_TK, offsets_E,
+        has_gaps, gate,
+    ):  # fmt: skip
+        ctx.has_gaps, ctx.gate = has_gaps, gate
         kept = gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD
         ctx.save_for_backward(*kept, order_R, inverse_TK, offsets_E)
-        rows_RF = swiglu_forward(gate_up_R2F)
+        rows_RF = swiglu_forward(gate_up_R2F, gate)
         rows_RD, _ = _product(rows_RF, w2_EFD, a_EFr, b_ErD, offsets_E)
         return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
 
@@ -238,11 +266,11 @@ class _DownProjection(torch.autograd.Function):
         if wants_rows or wants_weights:
             grad_RF = _gradient_of_rows(grad_RD, grad_low_Rr, w2_EFD, a_EFr, offsets_E)
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
-                gate_up_R2F, grad_RF, *routing, NO_CLAMP, with_result=wants_factors
+                gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_factors
             )
             del grad_RF
         elif wants_factors:
-            weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R, NO_CLAMP)
+            weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R, ctx.gate)
         if wants_a:
             grad_a = gradient_of_weights(weighted_RF, grad_low_Rr, offsets_E, is_transposed(a_EFr))
         if wants_b:
@@ -250,4 +278,4 @@ class _DownProjection(torch.autograd.Function):
             grad_b = gradient_of_weights(low_Rr, grad_RD, offsets_E, is_transposed(b_ErD))
         if not wants_weights:
             grad_weights = None
-        return grad_gate_up, grad_a, grad_b, grad_weights, *[None] * 5
+        return grad_gate_up, grad_a, grad_b, grad_weights, *[None] * 6

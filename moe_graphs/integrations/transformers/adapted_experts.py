@@ -1,0 +1,77 @@
+"""PEFT's LoRA on experts that stay transformers' modules, such as gpt-oss's.
+
+PEFT's outermost wrapper gets a forward that hands the factors to our experts' function, and no
+summed weight is made. PEFT has to be applied before: later wrappers keep their own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_graphs.errors import GraphWarning
+from moe_graphs.integrations.peft import SUMMED, innermost, lora_of, why_summed, wrappers_around
+from moe_graphs.integrations.transformers.changes import Change, Changes, by_class
+from moe_graphs.integrations.transformers.experts_interface import (
+    NAME,
+    experts_with_lora,
+    why_no_lora,
+)
+
+
+def multiply_rows(model: nn.Module, done: Changes) -> None:
+    """Lets experts with PEFT's wrappers multiply their rows. ``done`` takes the changes."""
+    outermost, found = [], set[int]()
+    for module in model.modules():
+        wrappers = wrappers_around(module)
+        if wrappers and id(module) not in found and hasattr(type(innermost(module)), "_apply_gate"):
+            outermost.append(module)
+        found.update(map(id, wrappers))
+    reasons: Counter[str] = Counter()
+    served: list[nn.Module] = []
+    for module in outermost:
+        reason = why_no_lora(innermost(module))
+        if reason is None:
+            served.append(module)
+        else:
+            reasons[reason] += 1
+    for same in by_class(served):
+        done.changed_classes("lora", same, _multiplying, "on experts: factors multiply the rows")
+    for reason, count in reasons.items():
+        done.left("lora", "ParamWrapper", count, f"{reason}: {SUMMED}")
+    done.watch(functools.partial(_later, model, {id(module) for module in outermost}))
+
+
+def _later(model: nn.Module, known: set[int]) -> list[Change]:
+    """Wrappers that PEFT has put around experts since."""
+    found = 0
+    inside: set[int] = set()
+    for module in model.modules():
+        wrappers = wrappers_around(module)
+        if wrappers and not inside.intersection(map(id, wrappers)):
+            inside.update(map(id, wrappers))
+            is_theirs = hasattr(type(innermost(module)), "_apply_gate")
+            found += is_theirs and id(module) not in known
+    note = f"apply PEFT before accelerate_model: {SUMMED}"
+    return [Change("lora", "ParamWrapper", found, False, note)] if found else []
+
+
+def _multiplying(kind: type[Any]) -> Any:
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def multiplying(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        base = innermost(self)
+        if kwargs or len(args) != 3 or base.config._experts_implementation != NAME:
+            return forward(self, *args, **kwargs)
+        reason = why_summed(self)
+        if reason is not None:
+            warnings.warn(f"{reason}: {SUMMED}", GraphWarning, stacklevel=2)
+            return forward(self, *args)
+        return experts_with_lora(base, *args, lora_of(self))
+
+    return multiplying
