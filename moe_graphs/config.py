@@ -220,8 +220,14 @@ class GraphConfig:
             ``scopes``. The backward of such a scope begins with its forward again, as under
             ``torch.utils.checkpoint``. This takes less memory and more time. Eager calls of these
             scopes run under ``torch.utils.checkpoint``.
+        shapes: how many shapes of microbatches may have graphs at once. The warm-up gives the
+            first. A microbatch whose inputs differ from it in shapes and strides alone captures
+            another one when it first comes. If there are too many, the rarest one leaves for one
+            that came more often among the last 64 microbatches; the report counts it. The graphs of
+            all shapes work in the same memory, but for their outputs. Scopes that communicate have
+            one shape.
         memory_limit: bytes; a capture that is predicted to take more is refused, with the table of
-            ``graphs.plan()``.
+            ``graphs.plan()``. It wants ``shapes=1``, since nobody knows the others before.
         verify: compare the first replay of every recording, forward and backward, bit for bit with
             the eager call. The comparison takes the time of about one eager step, once. With
             False, nothing finds a replay that differs from eager.
@@ -245,6 +251,7 @@ class GraphConfig:
     on_capture_error: str = "eager"
     split_backward: bool = False
     recompute: Sequence[str] | str | bool = False
+    shapes: int = 1
     memory_limit: int | None = None
     verify: bool = True
     audit_every: int | str | None = "auto"
@@ -265,6 +272,11 @@ class GraphConfig:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps}: at least 1, since the calls to capture are "
                 f"observed in these steps"
+            )
+        if self.shapes < 1 or (self.shapes > 1 and self.memory_limit is not None):
+            raise ValueError(
+                f"shapes={self.shapes}: at least 1, and 1 with a memory_limit, since nobody knows "
+                f"what other shapes take before they come"
             )
         if self.impl == "transformer_engine":
             object.__setattr__(self, "impl", "local")

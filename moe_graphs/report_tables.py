@@ -88,6 +88,9 @@ def _notes(report: Any) -> list[str]:
     anew = [each.recomputed_bytes for _, each in named if getattr(each, "recomputed_bytes", 0)]
     if anew:
         lines.append(f"{len(anew)} keep inputs only: backwards recompute {format_bytes(sum(anew))}")
+    if getattr(report, "shapes", 1) > 1:
+        left = f", {report.shapes_left} left since others came more often"
+        lines.append(f"graphs of {report.shapes} shapes{left if report.shapes_left else ''}")
     lines += _audits(report)
     lines += _details(named)
     copied = _copied(report)

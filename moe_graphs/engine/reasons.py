@@ -35,6 +35,11 @@ class Reason:
 EAGER_CALLS: Mapping[str, Reason] = {
     "warmup": Reason("the first steps run eagerly and are observed", "nothing to do", None),
     "paused": Reason("the call was made within graphs.paused()", "nothing to do", None),
+    "lengths": Reason(
+        "the lengths of the first batches are looked at, to choose lengths to pad to",
+        "nothing to do, or give them: accelerate_model(lengths=(256, 512, 1024))",
+        None,
+    ),
     "no_grad": Reason("gradients are off, as in evaluation", "nothing to do", None),
     "off": Reason("impl='none' captures nothing", "take impl='local' for graphs", None),
     "released": Reason("release() has ended the graphs", "make new graphs if you want some", None),
@@ -60,7 +65,8 @@ EAGER_CALLS: Mapping[str, Reason] = {
     ),
     "shape": Reason(
         "an input has another shape than the captured one",
-        f"pad inputs to one shape, leave a short last batch out (drop_last=True), or "
+        f"pad inputs to one shape, take GraphConfig(shapes=4), leave a short last batch out "
+        f"(drop_last=True), or "
         f"{CAPTURE_AGAIN}",
     ),
     "dtype": Reason(
@@ -253,6 +259,9 @@ COPIED_GRADIENTS: Mapping[str, Reason] = {
     ),
     "several_slots": Reason(
         "several microbatches are in flight, and the next one needs the memory", "nothing to do"
+    ),
+    "several_shapes": Reason(
+        "memory for gradients in place would grow with each shape of batches", "nothing to do"
     ),
     "split": Reason("split_backward=True computes weight gradients apart", "nothing to do"),
     "used_twice": Reason("the weight is used several times in a microbatch", "nothing to do"),

@@ -59,11 +59,11 @@ class ScopeReport(CountedCalls):
             run the forward again (``GraphConfig(recompute=...)``, gradient checkpointing).
         gradients_in_place: how many weight gradients its graphs leave where ``.grad`` finds them.
         copied_gradients: reason -> how many weight gradients are copied. A lasting reason counts a
-            gradient once: "grad_never_none", "several_slots", "split", "used_twice",
-            "shared_memory", "other_layout". The other reasons count each copy of a gradient that
-            otherwise stays in place: "hooks", "asked_for" (``autograd.grad``), "still_held" (moved
-            away before the memory was written again), "view_held" (from then on it is always
-            copied).
+            gradient once: "grad_never_none", "several_slots", "several_shapes", "split",
+            "used_twice", "shared_memory", "other_layout". The other reasons count each copy of a
+            gradient that otherwise stays in place: "hooks", "asked_for" (``autograd.grad``),
+            "still_held" (moved away before the memory was written again), "view_held" (from then on
+            it is always copied).
     """
 
     name: str
@@ -94,6 +94,8 @@ class Report(PrintedReport):
         captured: number of recordings (a forward and a backward graph each).
         replayed: number of their forwards that were replayed.
         slots: per chunk of the model, how many microbatches may be in flight at once.
+        shapes: how many shapes of microbatches have graphs (``GraphConfig(shapes=...)``).
+        shapes_left: how many have lost theirs, because others came more often.
         static_bytes: static buffers of the scopes, and incoming gradients, which the scopes share.
         pool_bytes: device memory held by the graphs' pools (0 on the CPU, which has none), to be
             compared with the prediction of ``graphs.plan()``, which has no fragmentation.
@@ -136,6 +138,8 @@ class Report(PrintedReport):
     audits_skipped: dict[str, int] = field(default_factory=dict)
     audits_missed_bytes: int = 0
     last_audited_step: int | None = None
+    shapes: int = 1
+    shapes_left: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary for JSON."""

@@ -86,10 +86,11 @@ def test_every_reason_of_the_sources_is_explained():
     calls, copies = of_sources()
     assert len(calls) > 35
     assert len(copies) > 8
-    # These reasons are no literals of the engine: f"{held}_held", an option of transformers.
-    made = {"output_held", "gradient_held", "gradient_checkpointing"}
+    # These reasons are no literals of the engine: f"{held}_held", options of transformers, and
+    # words that Graphs.paused() is given.
+    made = {"output_held", "gradient_held", "gradient_checkpointing", "paused", "lengths"}
     assert calls | made == EAGER_CALLS.keys()
-    assert copies | {"not_observed"} == COPIED_GRADIENTS.keys()
+    assert copies | {"not_observed", "several_shapes"} == COPIED_GRADIENTS.keys()
 
 
 def test_a_reason_that_nobody_explains_is_found(tmp_path, monkeypatch):

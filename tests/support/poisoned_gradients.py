@@ -12,8 +12,8 @@ from moe_graphs.engine.partial import replay
 from moe_graphs.engine.partial.slots import CallSite, Slot
 
 _NEVER_IN_PLACE = {
-    "not_observed", "split", "several_slots", "grad_never_none", "used_twice", "other_type",
-    "shared_memory", "other_layout",
+    "not_observed", "split", "several_slots", "several_shapes", "grad_never_none", "used_twice",
+    "other_type", "shared_memory", "other_layout",
 }  # fmt: skip
 
 

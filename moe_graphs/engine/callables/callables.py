@@ -37,7 +37,8 @@ from moe_graphs.engine.partial.graphed_scope import Captured, GraphedScope, repo
 from moe_graphs.engine.partial.plan import CallMemory, Plan, memory_plan
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import Call, Scope
-from moe_graphs.engine.partial.slots import Chunk, PlannedCall, Slot
+from moe_graphs.engine.partial.shapes import Chunk
+from moe_graphs.engine.partial.slots import PlannedCall, Slot
 from moe_graphs.engine.partial.trials import Hooks, ScopeCall, Trials
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report

@@ -102,6 +102,13 @@ class Recorder:
         self.failure: CaptureError | None = None
         self.shared: dict[Any, Tensor] = {}
 
+    def failed(self, slot: Slot, error: CaptureError) -> None:
+        """Notes a capture that has failed: nothing is captured any more, or not in this slot."""
+        if slot.fails_alone:
+            slot.failed(error)
+        else:
+            self.failure = error
+
     # ---- forward
 
     def mismatch(self, site: CallSite, mismatch: Mismatch | None) -> Mismatch | None:
@@ -365,7 +372,7 @@ class Recorder:
         try:
             yield
         except CaptureError as error:
-            self.failure = error
+            self.failed(slot, error)
             slot.free_autograd_graphs([site])
 
     def _record(

@@ -24,7 +24,8 @@ from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import MemoryPlan
 from moe_graphs.engine.partial.replay import DelayedWeights, replay
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
-from moe_graphs.engine.partial.slots import CallSite, Chunk, Slot
+from moe_graphs.engine.partial.shapes import Chunk
+from moe_graphs.engine.partial.slots import CallSite, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occupancy_of
@@ -41,9 +42,7 @@ class Captured:
 
     def __init__(self, chunks: Sequence[Chunk], recorder: Recorder, memory: MemoryPlan) -> None:
         self.chunks, self.recorder, self.memory = tuple(chunks), recorder, memory
-        self.chunk_of_scope = {
-            site.name: chunk for chunk in self.chunks for site in chunk.slots[0].sites
-        }
+        self.chunk_of_scope = {name: chunk for chunk in self.chunks for name in chunk.scopes}
 
     @property
     def slots(self) -> list[Slot]:
@@ -62,8 +61,8 @@ class Captured:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to be captured."""
-        return all(slot.is_closed for slot in self.slots)
+        """Whether nothing is left to be captured, but for shapes that may still come."""
+        return all(chunk.is_complete for chunk in self.chunks)
 
     @property
     def abandoned(self) -> int:
@@ -94,13 +93,13 @@ class Captured:
                 if audit.schedule.soon(site.replayed):
                     site.audit_due = 0
 
-    def end_step(self) -> None:
-        for slot in self.slots:
-            slot.end_step()
+    def end_step(self) -> list[CaptureError]:
+        """Ends a step. The failures are those of shapes whose graphs are gone therefore."""
+        return [error for chunk in self.chunks for error in chunk.end_step()]
 
     def release(self) -> None:
-        for slot in self.slots:
-            slot.release()
+        for chunk in self.chunks:
+            chunk.release()
         self.recorder.shared.clear()
 
 
@@ -267,15 +266,17 @@ class GraphedScope:
 
         ``planned`` are the inputs as they are captured; an eager call gets the original inputs.
         """
+        leaves, structure = flatten(planned)
         chunk = captured.chunk_of_scope.get(self.scope.name)
-        found = _NOT_OBSERVED if chunk is None else chunk.next_site(self.scope.name)
+        found: tuple[Slot, CallSite] | Mismatch = _NOT_OBSERVED
+        if chunk is not None:
+            found = chunk.next_site(self.scope.name, structure, leaves)
         if isinstance(found, Mismatch):
             return self._mismatched(found, inputs, call)
         slot, site = found
         if site.planned.use_reentrant is not self.use_reentrant:
             slot.skip(site)
             return self._mismatched(_OTHER_CHECKPOINTING, inputs, call)
-        leaves, structure = flatten(planned)
         mismatch = slot.mismatch(site, structure, leaves)
         produced: list[Any] = []
         if slot.is_to_record(site):
@@ -315,7 +316,7 @@ class GraphedScope:
             with site.planned.ranks.together():
                 expected = recorder.record_forward(slot, site, call)
         except CaptureError as error:
-            recorder.failure = error
+            recorder.failed(slot, error)
             return Mismatch("capture_failed", str(error))
         pending = slot.begin_replay(site, leaves)
         produced = replay(slot, pending, recorder, self.delayed, leaves)
@@ -369,7 +370,10 @@ def report_of(
     audits: Audits | None = None,
 ) -> Report:
     sites = captured.sites if captured is not None else []
-    of_scopes = tuple(_report_scope(graphed, sites, fallbacks) for graphed in scopes)
+    of_scopes = tuple(
+        _report_scope(graphed, sites, fallbacks, _counted(captured, graphed.scope.name))
+        for graphed in scopes
+    )
     eager_calls: Counter[str] = Counter()
     for scope in of_scopes:
         eager_calls.update(scope.eager_calls)
@@ -382,7 +386,9 @@ def report_of(
         audited=sum(scope.audited for scope in of_scopes),
         eager_calls=dict(eager_calls),
         static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
-        slots=tuple(len(chunk.slots) for chunk in captured.chunks) if captured else (),
+        slots=tuple(chunk.lanes for chunk in captured.chunks) if captured else (),
+        shapes=max((chunk.shapes for chunk in captured.chunks), default=0) if captured else 0,
+        shapes_left=sum(chunk.left for chunk in captured.chunks) if captured else 0,
         predicted_pool_bytes=captured.memory.pool_bytes if captured else 0,
         pool_bytes=sum(map(backend.pool_bytes, captured.pools)) if captured else 0,
         abandoned=captured.abandoned if captured else 0,
@@ -394,8 +400,17 @@ def report_of(
     )
 
 
+def _counted(captured: Captured | None, scope: str) -> Counter[str]:
+    """Replays and audits of call sites of a scope that are gone."""
+    chunk = None if captured is None else captured.chunk_of_scope.get(scope)
+    return Counter() if chunk is None else chunk.counted.get(scope, Counter())
+
+
 def _report_scope(
-    graphed: GraphedScope, sites: Sequence[CallSite], fallbacks: FallbackWarning
+    graphed: GraphedScope,
+    sites: Sequence[CallSite],
+    fallbacks: FallbackWarning,
+    gone: Counter[str],
 ) -> ScopeReport:
     own_name = f"scope {graphed.scope.name!r}"
     of_scope = [site for site in sites if site.name == graphed.scope.name]
@@ -418,8 +433,8 @@ def _report_scope(
         kernels=sum(counts) if len(counts) == len(graphs) else None,
         static_bytes=sum(tensor.nbytes for tensor in statics),
         boundary_bytes=sum(t.nbytes for site in own for t in site.forward.outputs),
-        replayed=sum(site.replayed for site in own),
-        audited=sum(site.audited for site in own),
+        replayed=gone["replayed"] + sum(site.replayed for site in own),
+        audited=gone["audited"] + sum(site.audited for site in own),
         recomputed_bytes=sum(site.planned.recomputed_bytes for site in own),
         eager_calls=dict(graphed.eager_calls + backwards),
         details={

@@ -49,7 +49,8 @@ from moe_graphs.engine.partial.plan import (
 )
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import find_scopes, recomputed_among
-from moe_graphs.engine.partial.slots import BackwardPool, Chunk, PlannedCall, Slot
+from moe_graphs.engine.partial.shapes import Chunk
+from moe_graphs.engine.partial.slots import BackwardPool, PlannedCall, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
@@ -102,7 +103,8 @@ class Graphs:
         self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
         self.delayed = DelayedWeights()
         self._trials = Trials(model, self.backend)
-        self._in_step = self._paused = self._is_ahead_of_time = False
+        self._in_step = self._is_ahead_of_time = False
+        self._paused: str | None = None
         self._capture_seconds = 0.0
         self._ranks = Ranks(model)
         self._audits = Audits(config.audit_every, config.on_audit, self._ranks)
@@ -161,6 +163,7 @@ class Graphs:
         if self.state == "capturing":
             gc.collect()  # garbage is not collected while a capture runs
             self.backend.make_room()
+        failures: list[CaptureError] = []
         try:
             yield
             self._check_weights_are_done()
@@ -169,7 +172,9 @@ class Graphs:
             self._in_step = False
             self.delayed.clear()
             if self.captured is not None:
-                self.captured.end_step()
+                failures = self.captured.end_step()
+        for error in failures:
+            self._shape_failed(error)
         may_recapture = self.config.on_mismatch == "recapture" and self.captured is not None
         if may_recapture and self._ranks.any(self._wants_recapture):
             self.recapture()
@@ -187,8 +192,8 @@ class Graphs:
         """The reason why every call runs eagerly now, or None if calls are observed or replayed."""
         if self.state not in ("warmup", "capturing", "captured"):
             return self.state
-        if self._paused:
-            return "paused"
+        if self._paused is not None:
+            return self._paused
         if torch.is_grad_enabled() and not self._in_step:
             return "outside_step"
         return torch_state.reason_to_run_eagerly()
@@ -211,9 +216,17 @@ class Graphs:
         self._fail_together(captured.recorder.failure)
         if captured.is_complete:
             self.state = "captured"
+            for slot in captured.slots:
+                slot.fails_alone = True
             self.backend.make_room()  # it frees memory of the verifications' eager runs
             for site in captured.sites:
                 site.planned.tried = None
+
+    def _shape_failed(self, error: CaptureError) -> None:
+        """Tells that batches of one shape run eagerly; graphs of other shapes stay."""
+        if self.config.on_capture_error == "error":
+            raise error
+        warn(f"batches of this shape run eagerly: {error}")
 
     def _fail_together(self, error: CaptureError | None) -> None:
         if self._ranks.any(error is not None):
@@ -273,7 +286,10 @@ class Graphs:
             given: dict[str, Any] = {"pool_bytes": of_chunk.piece()}
             given |= {"first_bytes": of_chunk.first_gradients}
             given |= {"backward_pool": shared} if of_chunk.shares_backwards else {}
-            chunks.append(Chunk([Slot(calls, self.backend, **given) for _ in range(chunk.slots)]))
+            slots = [Slot(calls, self.backend, **given) for _ in range(chunk.slots)]
+            # Ranks that communicate capture together, and another rank may have another length.
+            alone = not any(number in self._communicating for number in chunk.calls)
+            chunks.append(Chunk(slots, self.backend, self.config.shapes if alone else 1))
         self.observation.warn_of_eager_scopes(split=split)
         verify, audits = self.config.verify, self._audits
         recorder = Recorder(self.model, self.backend, split=split, verify=verify, audits=audits)
@@ -458,9 +474,12 @@ class Graphs:
         return self._memory
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context in which the model is eager; its calls are counted as ``paused``."""
-        before, self._paused = self._paused, True
+    def paused(self, reason: str = "paused") -> Iterator[None]:
+        """Context in which the model is eager; its calls are counted as ``paused``.
+
+        ``reason``: another word of the guide's table, for integrations.
+        """
+        before, self._paused = self._paused, reason
         try:
             yield
         finally:

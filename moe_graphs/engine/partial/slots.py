@@ -51,7 +51,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -76,16 +76,18 @@ from moe_graphs.engine.report import FallbackWarning
 from moe_graphs.engine.tensors import Mismatch, Signature, copy_to, results_of, unwrap
 from moe_graphs.engine.tracing import mismatch_of_memory
 from moe_graphs.engine.verify import Difference, same_bits, warn
-from moe_graphs.errors import GraphError
+from moe_graphs.errors import CaptureError, GraphError
 
 # ---- one call site of a slot: what was recorded there, and what its replays change
 
 
 @dataclass
 class PlannedCall:
-    """Facts about a call that hold for all slots.
+    """Facts about a call that hold for all slots of one shape.
 
     Attributes:
+        signature: of the inputs; until the first call of another shape, that of the first shape.
+        is_signed: whether the call has had its first call, if it is of another shape.
         tried: the findings of its trial run, until everything is captured.
         is_observed: whether warm-up steps have shown who uses its weights and their gradients.
         ranks: the ranks that it communicates with; they capture and compare it together.
@@ -117,6 +119,20 @@ class PlannedCall:
     eager_bytes: int = 0
     use_reentrant: bool | None = None
     recomputed_bytes: int = 0
+    is_signed: bool = True
+
+    def of_another_shape(self) -> PlannedCall:
+        """Returns the same call for another shape of microbatches, which has not come yet.
+
+        Its weight gradients are copies: memory for them in place would grow with each shape.
+        """
+        return replace(
+            self,
+            is_signed=False,
+            copied_outputs=set(),
+            eager_backwards=Counter(),
+            copies_gradients="several_shapes",
+        )
 
     @property
     def recomputes(self) -> bool:
@@ -446,6 +462,10 @@ class Slot:
             work in the pool of the slot.
         first_bytes: if gradients are accumulated, size of the one piece that the pool for backwards
             of first microbatches begins with; 0 if gradients are not accumulated.
+        fails_alone: whether a capture that fails here leaves other slots their graphs.
+
+    Attributes:
+        failure: the error of a capture that has failed here, if it fails alone.
     """
 
     def __init__(
@@ -457,7 +477,10 @@ class Slot:
         pool_bytes: int = 0,
         backward_pool: BackwardPool | None = None,
         first_bytes: int = 0,
+        fails_alone: bool = False,
     ) -> None:
+        self.fails_alone, self._given = fails_alone, pool
+        self.failure: CaptureError | None = None
         self._pool_bytes, self._first_bytes, self._shared = pool_bytes, first_bytes, backward_pool
         self.accumulates = first_bytes > 0
         self.sites = tuple(CallSite(call, position) for position, call in enumerate(calls))
@@ -484,7 +507,15 @@ class Slot:
         self._retained: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.is_closed = False
 
+    def follows(self, other: Slot) -> None:
+        """Orders its next replay behind those of a slot that works in the same pool."""
+        self._stream = other._stream
+
     # ---- being captured
+
+    def failed(self, error: CaptureError) -> None:
+        """Notes a capture that fails alone: no more calls are captured or replayed here."""
+        self.failure, self.is_closed = error, True
 
     def may_record(self, site: CallSite) -> bool:
         """Whether a forward may be captured: forwards go in their order, before all backwards."""
@@ -543,6 +574,11 @@ class Slot:
                 return site
         return None
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether its microbatch has called nothing yet."""
+        return self._clock == -1
+
     def begin(self) -> None:
         """Starts a new microbatch in the slot."""
         self._retained.clear()
@@ -569,6 +605,8 @@ class Slot:
         """The reasons why this call cannot be replayed, whoever holds the memory that it writes."""
         if site.planned.refused is not None:
             yield site.planned.refused
+        if self.failure is not None:
+            yield Mismatch("capture_failed", str(self.failure))
         yield from site.planned.signature.mismatches(structure, leaves)
         if site.has_forward:
             forward = site.forward
@@ -754,7 +792,7 @@ class Slot:
             self.free_autograd_graphs(self.sites)
         else:
             self.release()
-            self._begin_anew(None)
+            self._begin_anew(self._given)
 
     def free_autograd_graphs(self, sites: Sequence[CallSite]) -> None:
         """Frees the autograd graphs that the captured forwards have left."""
@@ -788,40 +826,3 @@ class Slot:
             self._pending.pop(pending.site.position, None)
             if keeps_graph():
                 self._retained.add(pending)
-
-
-class Chunk:
-    """The slots of one part of the model through which microbatches pass independently."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = tuple(slots)
-        self._current: Slot | None = self.slots[0]
-
-    def next_site(self, scope: str) -> tuple[Slot, CallSite] | Mismatch:
-        """The slot and call site of the next call of ``scope``; a mismatch if slots are full.
-
-        The call belongs to the microbatch whose forward is running, or it starts the next
-        microbatch in a free slot.
-        """
-        slot = self._current
-        site = None if slot is None else slot.next_site(scope)
-        if slot is None or site is None:
-            free = [each for each in self.slots if not each.in_flight()]
-            slot = self._current = min(free, key=Slot.retains, default=None)
-            if slot is None:
-                return self._full()
-            slot.begin()
-            site = slot.next_site(scope)
-            assert site is not None, f"a slot without a call of {scope!r}"
-        return slot, site
-
-    def _full(self) -> Mismatch:
-        """The mismatch of a microbatch that found no slot; all of its calls run eagerly."""
-        waiting = self.slots[0].in_flight()[0].site.name
-        message = (
-            f"{len(self.slots)} microbatches are in flight (the backward of {waiting!r} is still "
-            f"to come), one more forward would make {len(self.slots) + 1}, and "
-            f"{len(self.slots)} were captured, the most that the observed steps had: "
-            f"{EAGER_CALLS['slots_full'].remedy}"
-        )
-        return Mismatch("slots_full", message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,16 @@ from moe_graphs.engine.report import Report
 from moe_graphs.integrations.transformers.adapted_experts import multiply_rows
 from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Change, Changes, trying
-from moe_graphs.integrations.transformers.checkpointing import Look, pass_by, runs_checkpoint
+from moe_graphs.integrations.transformers.checkpointing import (
+    Look,
+    Switch,
+    pass_by,
+    runs_checkpoint,
+)
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits, defer_logits
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
+from moe_graphs.integrations.transformers.lengths import SHAPES, Lengths, pad_lengths
 from moe_graphs.integrations.transformers.packed_rows import mask_documents
 from moe_graphs.integrations.transformers.reached_code import host_read
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
@@ -72,15 +78,19 @@ class Accelerated(Changes):
 
     Attributes:
         graphs: of the decoder layers; where there are none, their ``report()`` says why.
+        lengths: that batches are padded to, and counts of that.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self.lengths = Lengths()
         self.graphs: Graphs | NoGraphs = NoGraphs("accelerate_model was called with graphs=False")
 
-    def step(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
         """A context around the forwards and backwards of one update, as ``Graphs.step``."""
-        return self.graphs.step()
+        with self.lengths.step(), self.graphs.step():
+            yield
 
     def no_graphs(self, what: str, reason: str) -> None:
         """Notes why there are none."""
@@ -97,6 +107,7 @@ def accelerate_model(
     rotary: bool = True,
     loss: bool = True,
     graphs: GraphConfig | bool = True,
+    lengths: Sequence[int] | bool | None = None,
     whole_steps: bool = False,
 ) -> Accelerated:
     """Changes a ``PreTrainedModel`` in place, or the one within PEFT's model.
@@ -122,6 +133,13 @@ def accelerate_model(
             may be switched on before or after, graphs of whole layers keep their inputs only and
             recompute the rest. What flags such as ``output_router_logits`` collect leaves the
             graphs of whole layers as outputs.
+        lengths: pads batches within ``accelerated.step()`` on the right to a few lengths, so that
+            batches of changing length have graphs. Losses, router losses and callers see no
+            padding. Numbers are equal to rounding, but for dropout and noise, which draw other
+            numbers. True chooses at most four lengths from those of the first eight forwards, which
+            run eagerly, and adds some if others come; six shapes have graphs at once. Nothing is
+            padded as long as all batches have one length. A sequence gives the lengths. None is
+            True with graphs of layers (unless a ``GraphConfig`` has ``shapes=1``), else False.
         whole_steps: makes the model ready for ``FullIteration`` instead: transformers builds no
             masks in training any more, and batches that need one are errors (``static_batch``).
             Evaluation and ``generate()`` stay transformers' own. A model whose masks are not known
@@ -136,11 +154,18 @@ def accelerate_model(
 
     Raises:
         ValueError: the model has graphs already, or is neither transformers' nor PEFT's;
-            ``whole_steps``
-            together with a ``GraphConfig``.
+            ``whole_steps`` together with a ``GraphConfig`` or with ``lengths``; ``lengths``
+            together with ``GraphConfig(shapes=1)``.
     """
     if whole_steps and isinstance(graphs, GraphConfig):
         raise ValueError("whole_steps and a GraphConfig of layers: choose one of the two")
+    if lengths is None:
+        lengths = bool(graphs if isinstance(graphs, bool) else graphs.shapes > 1)
+        lengths = lengths and not whole_steps
+    elif lengths and whole_steps:
+        raise ValueError("whole_steps and lengths: pad in the collator, static_batch(lengths=...)")
+    elif lengths and isinstance(graphs, GraphConfig) and graphs.shapes == 1:
+        raise ValueError(f"lengths and GraphConfig(shapes=1): take shapes={SHAPES}, for instance")
     if not hasattr(model, "set_experts_implementation"):
         raise ValueError(
             f"accelerate_model takes a PreTrainedModel of transformers 5, got a "
@@ -168,7 +193,11 @@ def accelerate_model(
             done.no_graphs("layers", "FullIteration makes one graph of the whole step")
         mask_documents(inner, done)
         if graphs and not whole_steps:
-            _graph_layers(model, done, None if graphs is True else graphs)
+            _graph_layers(model, done, None if graphs is True else graphs, bool(lengths))
+        if lengths:
+            done.lengths = Lengths(() if lengths is True else lengths)
+            done.lengths.graphs = done.graphs if isinstance(done.graphs, Graphs) else None
+            pad_lengths(inner, done.lengths, done)
     except BaseException:
         done.undo()
         raise
@@ -281,7 +310,9 @@ def _write_dtype(model: Any) -> Callable[[], None]:
     return undo
 
 
-def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> None:
+def _graph_layers(
+    model: Any, done: Accelerated, config: GraphConfig | None, changing: bool
+) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     lists = {
@@ -302,14 +333,18 @@ def _graph_layers(model: Any, done: Accelerated, config: GraphConfig | None) -> 
         done.no_graphs(what, why)
         return
     inner = without_wrappers(model)
-    graphs = done.graphs = graph(model, config or GraphConfig(scopes))
+    graphs = done.graphs = graph(
+        model, config or GraphConfig(scopes, shapes=SHAPES if changing else 1)
+    )
     kept = inner.base_model.register_forward_pre_hook(_keep_no_casts)
     undo_collecting, undo_passing_by = collect_outputs(graphs), pass_by(graphs.scopes)
 
     looked = inner.base_model.register_forward_pre_hook(Look(graphs.scopes))
+    undo_switch = Switch(inner, graphs.scopes).install()
 
     def undo() -> None:
         graphs.release()
+        undo_switch()
         looked.remove()
         undo_passing_by()
         undo_collecting()

@@ -43,6 +43,33 @@ class Look:
         return Look, ((),)
 
 
+class Switch:
+    """Stands in for a model's method that switches checkpointing; graphs pass it by at once.
+
+    DPO switches it off and on again between a forward and its backward.
+    """
+
+    name = "_set_gradient_checkpointing"
+
+    def __init__(self, model: Any, graphed: Sequence[GraphedScope]) -> None:
+        self._model, self._graphed = model, graphed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        getattr(type(self._model), self.name)(self._model, *args, **kwargs)
+        pass_by(self._graphed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of the model have no graphs."""
+        return {"_model": self._model, "_graphed": ()}
+
+    def install(self) -> Callable[[], None]:
+        """Sets it on the model; returns the undo."""
+        if not hasattr(type(self._model), self.name):
+            return lambda: None
+        vars(self._model)[self.name] = self
+        return functools.partial(vars(self._model).pop, self.name, None)
+
+
 def pass_by(graphed: Sequence[GraphedScope]) -> Callable[[], None]:
     """Lets graphs recompute what transformers would; returns the undo.
 

@@ -20,10 +20,11 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
     with all of its microbatches.
 
     Evaluation runs eagerly, checkpoints are Trainer's own, and with the same arguments but
-    ``graphs=False`` training is the same bit for bit. Batches of another shape than the first ones
-    run eagerly and are counted: pad to one length (``static_batch`` in the collator keeps masks
-    from coming and going) and set ``dataloader_drop_last=True``. Under gradient checkpointing the
-    graphs of layers keep their inputs only and recompute the rest.
+    ``graphs=False`` training is the same bit for bit (``lengths=True`` given in both). Batches of
+    changing length are padded to a few lengths, which have graphs (``lengths``). Those of another
+    number of rows have graphs of their own if they come often: ``dataloader_drop_last=True``
+    spares them. Under gradient checkpointing the graphs of layers keep their inputs only and
+    recompute the rest.
 
     To resume, make the model by ``from_pretrained(checkpoint)``: of transformers 5.23's own,
     ``train(resume_from_checkpoint=checkpoint)`` does not load experts that are stored one by one
@@ -40,7 +41,8 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
         options: of ``accelerate_model`` otherwise.
 
     Attributes:
-        accelerated: what was changed; ``report`` is there after the training.
+        accelerated: what was changed, and how batches are padded (``accelerated.lengths``).
+        report: of the graphs, after the training.
         watch: the counters of experts, None without ``watch_experts``.
     """
 
@@ -97,7 +99,7 @@ class GraphCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fol
         assert self.accelerated is not None
         self.report = self.accelerated.graphs.report()
         if state.is_world_process_zero:
-            print(self.report)
+            print(*self.accelerated.lengths.lines(), self.report, sep="\n")
         self._undo()
 
     def _undo(self) -> None:

@@ -29,10 +29,10 @@ from moe_graphs.integrations.transformers.mask_rules import (
 )
 from moe_graphs.layers.documents import document_ids, document_mask
 
-_RULE = "_moe_graphs_documents"
+DOCUMENTS = "_moe_graphs_documents"
 _NOT_PACKED = ("attention_mask", "past_key_values", "cache")
 # Collators give these for kernels that are not sdpa's. They differ from batch to batch.
-_OF_OTHER_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+OF_OTHER_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def mask_documents(model: Any, done: Changes) -> None:
@@ -46,13 +46,13 @@ def mask_documents(model: Any, done: Changes) -> None:
     if not isinstance(rule, MaskRule):
         done.left("packing", before, 1, f"{rule}: packed rows are transformers' own")
         return
-    setattr(base, _RULE, rule)
+    setattr(base, DOCUMENTS, rule)
     kind: Any = type(base)
     restore = change_class([base], derived(kind, _masking))
 
     def undo() -> None:
         restore()
-        delattr(base, _RULE)
+        delattr(base, DOCUMENTS)
 
     limit = "" if rule.window is None else f" of up to {rule.window} tokens"
     note = f"in rows{limit} that are packed by position_ids, documents see themselves alone"
@@ -135,7 +135,7 @@ def _masking(kind: type[Any]) -> Any:
         positions = _packed(self, {**dict(zip(names, args, strict=False)), **kwargs})
         if positions is None:
             return forward(self, *args, **kwargs)
-        kept = {name: x for name, x in kwargs.items() if name not in _OF_OTHER_KERNELS}
+        kept = {name: x for name, x in kwargs.items() if name not in OF_OTHER_KERNELS}
         mask = document_ids(positions)[:, None, None]
         if place < len(args):
             return forward(self, *args[:place], mask, *args[place + 1 :], **kept)
@@ -146,7 +146,7 @@ def _masking(kind: type[Any]) -> Any:
 
 def _packed(model: nn.Module, given: dict[str, Any]) -> Tensor | None:
     """The positions of rows in training that may be packed, None for other calls."""
-    positions, rule = given.get("position_ids"), getattr(model, _RULE)
+    positions, rule = given.get("position_ids"), getattr(model, DOCUMENTS)
     if (
         not model.training
         or not torch.is_grad_enabled()

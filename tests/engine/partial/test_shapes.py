@@ -1,0 +1,135 @@
+"""Graphs of several shapes: a batch of another shape captures its own, the rarest one leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_graphs
+from moe_graphs import GraphConfig, GraphWarning
+from training_runs import DEVICES
+from two_scopes import build, data, scopes, update
+
+SHAPES = (4, 4, 4, 6, 4, 2, 6, 2, 4, 6)
+
+
+def trained(device, rows, microbatches=1, held=None, between=None, **options):
+    """All that training leaves, and the report. ``rows``: of the batch of each step."""
+    model = build(device)
+    graphs = moe_graphs.graph(model, scopes(**options) if options else GraphConfig(impl="none"))
+    torch.manual_seed(1)
+    left, outputs = [], []
+    for number, each in enumerate(rows):
+        model.zero_grad()
+        given = {} if between is None else between(model, number)
+        with graphs.step():
+            for shift in range(microbatches):
+                x = data(device, each + shift).requires_grad_()
+                output = model(x, **given)
+                output.square().mean().backward()
+                left += [output.detach().clone(), x.grad]
+                if held is not None:
+                    outputs.append((output, output.detach().clone()))
+        left += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        update(model)
+        assert all(torch.equal(*pair) for pair in outputs[-3:])
+    left += [*model.parameters(), *model.buffers(), torch.rand(4, device=device)]
+    return [tensor.detach().clone() for tensor in left], graphs
+
+
+def compared(device="cpu", rows=SHAPES, microbatches=1, held=None, between=None, **options):
+    # Eager calls of scopes that recompute run under torch's checkpoint.
+    anew = {"recompute": True, "warmup_steps": 99} if options.get("recompute") else {}
+    eager, _ = trained(device, rows, microbatches, between=between, **anew)
+    given = {"warmup_steps": 2, "shapes": 3, **options}
+    found, graphs = trained(device, rows, microbatches, held, between, **given)
+    assert len(found) == len(eager)
+    assert all(map(torch.equal, found, eager))
+    return graphs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_shape_is_captured_when_it_first_comes(device, recompute):
+    graphs = compared(device, recompute=recompute, on_mismatch="error")
+    report = graphs.report()
+    assert report.eager_calls == {"warmup": 2 * 2}
+    assert report.matched == 2 * (len(SHAPES) - 2)
+    assert (report.shapes, report.shapes_left) == (3, 0)
+    assert [scope.forward_graphs for scope in report.scopes] == [3, 3]
+    assert "graphs of 3 shapes" in str(report)
+    assert graphs.state == "captured"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_microbatches_of_one_step_have_several_shapes(device):
+    """Gradients that one shape has left are added to by another one."""
+    graphs = compared(device, (4, 4, 4, 4, 5, 5), 3, shapes=4, audit_every=None)
+    report = graphs.report()
+    assert report.replayed > 2 * 3 * 2
+    assert report.eager_calls.keys() == {"warmup"}
+    copied = report.scopes[0].copied_gradients
+    assert copied["several_shapes"] == 2 * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_outputs_that_are_held_keep_their_values(device):
+    compared(device, held=True, audit_every=None)
+
+
+def test_the_rarest_shape_leaves_for_one_that_comes_more_often():
+    rows = (4, 4, 4, 6, 6, 2, 2, 2, 6, 2, 2, 4)
+    graphs = compared(rows=rows, shapes=2)
+    report = graphs.report()
+    # At first the shape of 2 rows came as rarely as that of 4, which is the rarer one at the end.
+    assert (report.shapes, report.shapes_left) == (2, 1)
+    assert report.eager_calls == {"warmup": 2 * 2, "shape": 2 * 2}
+    assert report.matched == 2 * (len(rows) - 2 - 2)
+    assert f"{report.shapes_left} left since others came more often" in str(report)
+    assert report.captured == 2 * 2
+
+
+def test_one_shape_is_the_default():
+    with pytest.warns(GraphWarning, match=r"\(shape\)"):
+        report = compared(shapes=1).report()
+    assert report.shapes == 1
+    assert report.eager_calls["shape"] == 2 * SHAPES[2:].count(6) + 2 * SHAPES[2:].count(2)
+
+
+def test_other_differences_are_no_shapes():
+    def between(model, number):
+        return {"scale": 2.0} if number == 5 else {}
+
+    report = compared(rows=(4, 4, 4, 4, 6, 6, 6), between=between).report()
+    assert report.eager_calls == {"warmup": 2 * 2, "constant": 2}
+    assert report.shapes == 2
+
+
+def test_a_shape_whose_capture_fails_runs_eagerly_and_the_others_stay():
+    def between(model, number):
+        model.first.inside = reads_on_the_host
+        return {}
+
+    with pytest.warns(GraphWarning, match="batches of this shape run eagerly: .*first"):
+        report = compared(between=between).report()
+    assert report.eager_calls["capture_failed"] == 2
+    assert report.eager_calls["shape"] == 2 * (SHAPES[2:].count(6) - 1)
+    assert report.shapes == 2
+    assert report.state == "captured"
+
+
+def reads_on_the_host(x):
+    return x * x.sum().item() if len(x) == 6 else x
+
+
+def test_release_frees_the_graphs_of_all_shapes():
+    graphs = compared()
+    assert graphs.report().static_bytes > 0
+    graphs.release()
+    assert graphs.report().static_bytes == 0
+
+
+@pytest.mark.parametrize("wrong", [{"shapes": 0}, {"shapes": 2, "memory_limit": 1 << 20}])
+def test_wrong_options_are_named(wrong):
+    with pytest.raises(ValueError, match=r"shapes=\d: at least 1, and 1 with a memory_limit"):
+        GraphConfig(**wrong)
