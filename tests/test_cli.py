@@ -138,7 +138,7 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--scopes", "attn", "--optimizer-in-graph"], "--scopes makes no graph of a step"),
         ([*WHOLE, "--dispatcher", "all_to_all"], "reads sizes on the host: use --dispatcher loc"),
         (["--warmup-steps", "9", "--steps", "9"], "--warmup-steps 9 leaves none of --steps 9"),
-        (["--dispatcher", "alltoall"], "choose one of local, padded, all_to_all, all_gather"),
+        (["--dispatcher", "alltoall"], "is unknown: choose one of local"),
         (["--microbatches", "3"], "does not divide"),
         (["--stages-per-rank", "0"], "--stages-per-rank: 0 must be at least 1"),
         (["--nproc", "1", "--no-fsdp"], "--no-fsdp: one process has whole weights anyway"),

@@ -142,7 +142,8 @@ class AnyOptimizer(OptimizerChoice):
     def build(
         self, groups: list[dict[str, Any]], settings: TrainSettings, **options: Any
     ) -> Optimizer:
-        known: dict[str, Any] = dict(fused=True, capturable=True)
+        # torch has both on real devices only; a plan makes states on the meta device.
+        known: dict[str, Any] = {} if _is_meta(groups) else dict(fused=True, capturable=True)
         known["betas"] = settings.beta1, settings.beta2
         accepted = inspect.signature(self.kind).parameters
         by = {name: value for name, value in known.items() if name in accepted}
@@ -154,10 +155,19 @@ class AnyOptimizer(OptimizerChoice):
         """Makes the state by a step with gradients and rates of zero, as torch's DCP does.
 
         Raises:
-            ValueError: if a state is no tensor, which a checkpoint cannot hold.
+            ValueError: if a state is no tensor, which a checkpoint cannot hold, or if the step
+                reads values and there are none, on the meta device.
         """
         if not optimizer.state:
-            self._step_of_zeros(optimizer)
+            try:
+                self._step_of_zeros(optimizer)
+            except RuntimeError as error:
+                if not _is_meta(optimizer.param_groups):
+                    raise
+                raise ValueError(
+                    f"optimizer: {self.kind.__name__} reads values in its step, so that its states "
+                    f"cannot be planned without memory ({error}): plan with another optimizer"
+                ) from error
         for state in optimizer.state.values():
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor):
@@ -171,13 +181,17 @@ class AnyOptimizer(OptimizerChoice):
         gradients, rates = [p.grad for p in held], [g["lr"] for g in optimizer.param_groups]
         for parameter in held:
             parameter.grad = torch.zeros_like(parameter)
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = 0.0 if _is_meta([group]) else rate * 0
         optimizer.step()
         for parameter, gradient in zip(held, gradients, strict=True):
             parameter.grad = gradient
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _is_meta(groups: list[dict[str, Any]]) -> bool:
+    return any(parameter.is_meta for group in groups for parameter in group["params"])
 
 
 def optimizer_choice(name: str) -> OptimizerChoice:

@@ -130,7 +130,7 @@ def test_experts_that_take_no_tail_are_refused(monkeypatch):
         ValueError, match="'all_gather' leaves rows that belong to no expert, which"
     ):
         MoELayer(config, 8, AllGatherDispatcher())
-    with pytest.raises(ValueError, match="or dispatcher local, padded or all_to_all"):
+    with pytest.raises(ValueError, match="or dispatcher local, "):
         layer.use_experts("moe_graphs")
     assert layer.experts is before
     assert not ExpertsBackend.takes_tail

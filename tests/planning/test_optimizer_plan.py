@@ -115,6 +115,23 @@ def test_options_are_those_of_train():
 
 
 @pytest.mark.parametrize(
+    ("name", "copies"), [("NAdam", 2), ("SGD", 0), ("RMSprop", 1), ("Rprop", 2), ("Adagrad", 1)]
+)
+def test_states_of_torchs_optimizers_are_planned(name, copies):
+    model = LanguageModel(MOE, device="meta")
+    found = optimizer_costs(settings({"optimizer": f"torch.optim:{name}"}), model)
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    counters = found.states - copies * sum(sizes)
+    assert counters in {each * 4 * len(sizes) for each in (0, 1, 2)}
+
+
+def test_an_optimizer_that_reads_values_cannot_be_planned():
+    model = LanguageModel(MOE, device="meta")
+    with pytest.raises(ValueError, match="optimizer: Adafactor reads values in its step, so that"):
+        optimizer_costs(settings({"optimizer": "torch.optim:Adafactor"}), model)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--optimizer", "muon", "--tp", "2", "--gpus", "2"], "optimizer: muon with tp=2"),

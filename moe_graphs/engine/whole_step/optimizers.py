@@ -83,6 +83,11 @@ def remedy_for(optimizer: Optimizer) -> str | None:
         fused, capturable = group.get("fused"), group.get("capturable")
         if "capturable" in group and not (capturable if on_cuda else fused):
             # This is the family of Adam; on the CPU only the fused ones read no values on the host.
+            if not on_cuda and "fused" not in group:
+                return (
+                    f"on a CPU it reads its step counter on the host: use {_EXAMPLE}, or step "
+                    f"outside of the graph; on a GPU pass capturable=True"
+                )
             return f"it reads its step counter on the host: {_flags(group)}"
         if "capturable" not in group and not fused:
             if isinstance(group.get("lr"), torch.Tensor):
