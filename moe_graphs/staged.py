@@ -146,6 +146,11 @@ def carried_block(block: Block) -> Iterator[None]:
         _blocks.reset(token)
 
 
+def has_open_block() -> bool:
+    """Whether a block of ``carried_block`` is open."""
+    return bool(_blocks.get())
+
+
 def recomputed_within(run: Callable[..., T]) -> Callable[..., T]:
     """Bind a function that a backward may run again to the blocks that are open now.
 

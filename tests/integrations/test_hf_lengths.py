@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from hf_families import FAMILIES, counted, skip_unknown, tiny  # noqa: E402
-from moe_graphs import GraphConfig  # noqa: E402
+from moe_graphs import GraphConfig, routing  # noqa: E402
 from moe_graphs.integrations.transformers import accelerate_model  # noqa: E402
 from moe_graphs.integrations.transformers.lengths import choose, rounded  # noqa: E402
 
@@ -25,12 +25,12 @@ NEAR = dict(rtol=1e-4, atol=1e-5)
 
 
 def batch(length, rows=3, side="right"):
-    """A padded batch: one row has the whole length."""
+    """A batch in which one row has the whole length, or all (``side="none"``)."""
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(3, 128, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
     for row in range(1, rows):
-        short = length // (row + 1)
+        short = length if side == "none" else length // (row + 1)
         mask[row, short:] = 0
         if side == "left":
             mask[row] = mask[row].flip(0)
@@ -81,15 +81,13 @@ def test_padding_changes_no_number_but_by_rounding(family, side):
         torch.testing.assert_close(found[name], each, **NEAR, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def trained(model, accelerated, lengths, between=None):
+def trained(model, accelerated, lengths, side="right"):
     """Losses, gradients and parameters of a step for each length."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     left = []
-    for number, length in enumerate(lengths):
-        if between is not None:
-            between(model, number)
+    for length in lengths:
         with accelerated.step():
-            loss = model(**batch(length)).loss
+            loss = model(**batch(length, side=side)).loss
             loss.backward()
         left += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
         optimizer.step()
@@ -186,6 +184,31 @@ def test_packed_rows_are_padded_within_their_last_document():
     assert accelerated.lengths.padding == 64 - 39
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, **NEAR, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def counted_pairs(graphs, **lengths):
+    model = tiny("qwen3_moe", "grouped_mm", **LONG)
+    watch = routing.watch(model)
+    accelerated = accelerate_model(model, graphs=graphs, **lengths)
+    trained(model, accelerated, [40, 70, 50, 100, 60, 100], side="none")
+    return watch.report(), accelerated
+
+
+def test_counters_of_experts_count_no_padding():
+    plain, _ = counted_pairs(False)
+    found, accelerated = counted_pairs(True, lengths=(64, 128))
+    assert sum(found.layers[0].pairs) == 3 * (40 + 70 + 50 + 100 + 60 + 100) * 2
+    assert found == plain
+    assert accelerated.graphs.report().matched == 3 * LAYERS
+
+
+def test_recorded_choices_are_of_the_tokens_that_there_are():
+    model = tiny("qwen3_moe", "grouped_mm", **LONG)
+    accelerated = accelerate_model(model, graphs=False, lengths=(64,))
+    with accelerated.step(), routing.record(model) as choices:
+        model(**batch(39))
+    assert len(choices[0]) == 3 * 39
+    assert accelerated.lengths.left_alone.total() == 1
 
 
 def test_positions_that_depend_on_the_length_are_left():

@@ -26,6 +26,8 @@ from moe_graphs.errors import GraphError
 from moe_graphs.integrations.transformers.changes import Change, Changes, change_class, derived
 from moe_graphs.integrations.transformers.mask_rules import UnknownMasksError, builder_of, mask_rule
 from moe_graphs.integrations.transformers.packed_rows import DOCUMENTS, OF_OTHER_KERNELS
+from moe_graphs.layers.expert_load import ExpertLoad
+from moe_graphs.staged import has_open_block
 
 SHAPES = 6  # with graphs at once: the chosen lengths, and two more that come later
 _CHOSEN = 4
@@ -51,6 +53,7 @@ class Lengths:
         seen: how many forwards had which length.
         left_alone: why forwards were not padded, and how many.
         graphs: those of the layers, or None.
+        model: the one that pads, or None.
         drops_masks: whether the model needs no mask that hides padding on the right alone.
         knows_documents: whether packed rows get the mask of their documents here.
     """
@@ -61,6 +64,8 @@ class Lengths:
         self.left_alone: Counter[str] = Counter()
         self.tokens = self.padding = self.forwards = 0
         self.graphs: Any = None
+        self.model: nn.Module | None = None
+        self._loads: list[ExpertLoad] = []
         self.drops_masks = self.knows_documents = self.in_step = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,11 +80,20 @@ class Lengths:
         """
         if not self.chosen and len(self.seen) > 1 and self.seen.total() >= _LOOK:
             self.chosen = choose(self.seen)
+        self._loads = _loads_of(self.model)
         self.in_step = True
         try:
             yield
         finally:
             self.in_step = False
+
+    def count_real(self, tokens: Tensor) -> None:
+        """Tells the counters of experts which tokens count: none of the padding."""
+        for load in self._loads:
+            load.rows = tokens.shape[0]
+            if not hasattr(load, "real_length"):
+                load.real_length = torch.zeros((), dtype=torch.int64, device=tokens.device)
+            load.real_length.fill_(tokens.shape[1])
 
     def length_for(self, length: int) -> int | None:
         """The length to pad to; None as long as the batch stays as it is."""
@@ -109,6 +123,13 @@ class Lengths:
             what = ", ".join(map(str, self.chosen))
             lines.append(Change("lengths", what, self.forwards, True, note))
         return lines
+
+
+def _loads_of(model: nn.Module | None) -> list[ExpertLoad]:
+    """Returns the counters of a model's experts, if ``moe_graphs.routing.watch`` has made some."""
+    modules = () if model is None else model.modules()
+    found = (vars(module).get("expert_load") for module in modules)
+    return [load for load in found if isinstance(load, ExpertLoad)]
 
 
 def rounded(length: int) -> int:
@@ -141,7 +162,7 @@ def pad_lengths(model: Any, lengths: Lengths, done: Changes) -> None:
     with contextlib.suppress(UnknownMasksError):
         mask_rule(base)
         lengths.drops_masks = True
-    lengths.knows_documents = hasattr(base, DOCUMENTS)
+    lengths.model, lengths.knows_documents = base, hasattr(base, DOCUMENTS)
     setattr(base, _STATE, lengths)
     kind: Any = type(base)
     restore = change_class([base], derived(kind, _padding))
@@ -181,6 +202,8 @@ def _padding(kind: type[Any]) -> Any:
         given |= given.pop("kwargs", {})
         tokens = next((x for name in _TOKENS if (x := given.get(name)) is not None), None)
         why = "no tokens are given" if tokens is None else _why_left_alone(given, tokens, lengths)
+        if tokens is not None:
+            lengths.count_real(tokens)
         if why is not None:
             lengths.left_alone[why] += 1
             return forward(self, *args, **kwargs)
@@ -207,6 +230,8 @@ def _looking(lengths: Lengths) -> contextlib.AbstractContextManager[None]:
 
 def _why_left_alone(given: Mapping[str, Any], tokens: Tensor, lengths: Lengths) -> str | None:
     """The reason why a batch stays as it is, or None."""
+    if has_open_block():
+        return "experts are recorded or replayed, for the tokens that there are"
     rows = {"attention_mask", "position_ids", *_TOKENS}
     if given.get("position_ids") is not None and given.get("attention_mask") is None:
         if not lengths.drops_masks:
