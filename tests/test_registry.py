@@ -100,7 +100,9 @@ def test_an_entry_of_a_users_own_is_in_help_and_in_messages(monkeypatch):
     DISPATCHERS.add("mine", OwnDispatcher)
     DISPATCHERS.add("mine", OwnDispatcher)  # the same once more is no error
     assert isinstance(make_dispatcher("mine"), OwnDispatcher)
-    with pytest.raises(ValueError, match="choose one of local, .*, mine .did you mean 'mine'.., or a cl"):
+    with pytest.raises(
+        ValueError, match="choose one of local, .*, mine .did you mean 'mine'.., or a cl"
+    ):
         make_dispatcher("minne")
     with pytest.raises(ValueError, match="dispatcher 'local' is taken by moe_graphs.dispatch"):
         DISPATCHERS.add("local", OwnDispatcher)

@@ -19,6 +19,7 @@ def modules():
     """The benchmark's files as they import each other when run as a script."""
     names = ("environment", "contenders", "measure", "phases", "partial_graphs",
         "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers", "pipeline",
+        "document_attention",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both, and the patch undoes them
@@ -79,6 +80,30 @@ def test_optimizers(modules, tmp_path, monkeypatch):
     monkeypatch.setitem(contenders, "ours", lambda p: torch.optim.AdamW(p, **wrong))
     with pytest.raises(RuntimeError, match="tiny.*errors"):
         modules.optimizers.measure(modules.optimizers.cases(tiny=True)[0], "cpu", 1)
+
+
+def test_document_attention(modules, tmp_path, monkeypatch):
+    out, benchmark = tmp_path / "rows.jsonl", modules.document_attention
+    benchmark.main(["--tiny", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["documents"] for row in rows] == [1, 3]
+    assert all(0 < row["varlen_error"] < 1e-2 for row in rows)
+    ids = torch.tensor([[0, 0, 1, 2], [5, 5, 5, 5]])
+    assert benchmark.ends_of(ids, 6).tolist() == [0, 2, 3, 4, 8, 8, 8]
+    assert benchmark.ends_of(ids, 4).tolist() == [0, 2, 3, 4, 8]
+    assert benchmark.ends_of(ids, 3).tolist() == [0, 2, 3, 4]
+    assert benchmark.ends_of(ids, 3).dtype == torch.int32
+    monkeypatch.setitem(benchmark.CONTENDERS, "varlen", benchmark.causal)
+    with pytest.raises(RuntimeError, match="documents=3.*errors"):
+        benchmark.measure(benchmark.cases(tiny=True)[1], "cpu", 1)
+
+
+@pytest.mark.gpu
+def test_document_attention_on_a_gpu(modules):
+    """Flash attention by lengths has the error of the mask, in one graph for all lengths."""
+    case = modules.document_attention.Case(2, 512, 7, 64, (8, 2, 64))
+    record = modules.document_attention.measure(case, "cuda", 1)
+    assert record["varlen_us"] > 0
 
 
 @pytest.mark.long

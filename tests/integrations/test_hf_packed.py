@@ -57,7 +57,8 @@ def by_layers(model, given, graphs, **options):
 
 def by_whole_steps(model, given, graphs, **options):
     accelerate_model(model, whole_steps=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), fused=True)
+    rate = torch.tensor(0.1, device=model.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
 
     def step(batch):
         loss = model(**batch).loss
@@ -93,6 +94,21 @@ def test_any_number_of_documents_is_replayed_bit_for_bit(family, way, first):
     assert report.eager_calls.keys() == {"warmup"}
     assert report.audited > 0
     assert report.audits_passed == report.audited
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_any_number_of_documents_is_replayed_on_a_gpu(family, way):
+    runs = []
+    for graphs in (False, True):
+        model = tiny(family, "grouped_mm", moe_intermediate_size=64).to("cuda", torch.bfloat16)
+        given = [{name: x.to("cuda") for name, x in batch.items()} for batch in batches()]
+        run, found = WAYS[way](model, given, graphs, **AUDITED)
+        runs.append(found)
+    assert all(map(torch.equal, *runs))
+    assert run.report().eager_calls.keys() == {"warmup"}
 
 
 @pytest.mark.parametrize("way", WAYS)
