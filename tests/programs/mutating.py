@@ -242,6 +242,7 @@ def _mutated(
 ) -> tuple[list[Seen], Exception | None, list[tuple[int, int]]]:
     """Run steps after a mutation, and undo it."""
     undo = mutation.apply(instance.world)
+    torch.default_generator.manual_seed(0)  # a mutated step may draw: ``__init__`` in a forward
     seen, counts = [], [instance.counts()]
     try:
         for x in batches:
