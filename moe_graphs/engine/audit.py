@@ -111,7 +111,8 @@ class Comparison(Operations):
         super().__init__(origins)
         self._lines, self._size, self._number = stream.lines(), stream.size, 0
         self._named, self._before = named, before
-        self._kept: dict[tuple[Any, ...], int] = {}
+        self._kept: set[tuple[Any, ...]] = set()
+        self._kept_bytes = 0
         self.difference: str | None = None
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,8 +151,9 @@ class Comparison(Operations):
             key = (address(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
             if key in self._kept:
                 continue
-            self._kept[key] = tensor.nbytes
-            if sum(self._kept.values()) > _MOST_KEPT:
+            self._kept.add(key)
+            self._kept_bytes += tensor.nbytes
+            if self._kept_bytes > _MOST_KEPT:
                 self._before = None
             else:
                 self._before.keep(tensor)
