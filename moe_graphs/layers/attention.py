@@ -95,6 +95,10 @@ class Attention(nn.Module):
         counts = (heads // ranks, *(math.lcm(kv_heads, ranks) // ranks,) * 2)
         return exchange.whole_sequences(sent, [(count, self.head_dim) for count in counts])
 
+    def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """Weights between hidden states, with the rows of each matrix if a weight holds several."""
+        return {self.qkv.weight: self.sizes, self.out.weight: ()}
+
     def init_weights(self, std: float, out_std: float) -> None:
         """Draw normal weights; ``out_std`` is for the projection back into the residual."""
         nn.init.normal_(self.qkv.weight, std=std)

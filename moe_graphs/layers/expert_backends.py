@@ -101,6 +101,13 @@ class ExpertsBackend(nn.Module):
         """
         raise NotImplementedError
 
+    def matrices(self) -> dict[nn.Parameter, tuple[int, ...]] | None:
+        """Stacks ``[e, in, out]`` of matrices, with the sizes of those side by side along ``out``.
+
+        None if the weights have another layout; Muon refuses them then.
+        """
+        return None
+
     def load_stacked_weights(self, w1_eD2F: Tensor, w2_eFD: Tensor) -> None:
         """Copy weights of our layout into the backend's parameters."""
         raise NotImplementedError

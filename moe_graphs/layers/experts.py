@@ -47,6 +47,9 @@ class GroupedExperts(ExpertsBackend):
         options = dict(is_sorted=is_sorted, recompute=self.recompute)
         return routed_experts(tokens_XD, order, weights_XK, w1_eD2F, w2_eFD, **options)
 
+    def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        return {self.w1: (self.w1.shape[-1] // 2,) * 2, self.w2: ()}
+
     def stacked_weights(self) -> tuple[Tensor, Tensor]:
         return self.w1.detach(), self.w2.detach()
 

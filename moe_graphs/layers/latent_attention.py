@@ -107,6 +107,12 @@ class LatentAttention(nn.Module):
             return self.out(self.exchange.own_part(mixed_BSHV))
         return self.out(mixed_BSHV.flatten(2))
 
+    def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """Weights between hidden states, with the rows of each matrix if a weight holds several."""
+        others = (self.query_up, self.kv_up, self.out)
+        whole: dict[nn.Parameter, tuple[int, ...]] = {each.weight: () for each in others}
+        return {self.down.weight: tuple(size for size in self.down_sizes if size), **whole}
+
     def init_weights(self, std: float, out_std: float) -> None:
         """Draw normal weights; ``out_std`` is for the projection back into the residual."""
         for projection in (self.down, self.query_up, self.kv_up):

@@ -35,6 +35,10 @@ class SwiGLU(nn.Module):
         self.w1 = build_linear(linear, hidden_size, 2 * ffn_hidden_size, **factory)
         self.w2 = build_linear(linear, ffn_hidden_size, hidden_size, **factory)
 
+    def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """Weights between hidden states, with the rows of each matrix if a weight holds several."""
+        return {self.w1.weight: (len(self.w1.weight) // 2,) * 2, self.w2.weight: ()}
+
     def forward(self, hidden: Tensor) -> Tensor:
         gate_up = self.w1(hidden)
         if is_plain_linear(self.w2):

@@ -11,11 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_graphs.layers.attention import Attention
-from moe_graphs.layers.expert_backends import ExpertsBackend
-from moe_graphs.layers.experts import GroupedExperts
-from moe_graphs.layers.latent_attention import LatentAttention
-from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.lm.options import TrainSettings
 from moe_graphs.optim import AdamW, Muon, UpdateOptions
 from moe_graphs.optim.muon import complete_momentum
@@ -292,23 +287,18 @@ def states_of_8_bits(model: nn.Module, settings: TrainSettings) -> str | None:
 def _splits_of_matrices(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """Weights between hidden states, for Muon, and how one that holds several is split.
 
-    Embedding, head, router and norms are not among them.
+    Layers say it by their method ``matrices``. Embedding, head, router and norms have none.
     """
     splits: dict[nn.Parameter, tuple[int, ...]] = {}
     for module in model.modules():
-        if isinstance(module, Attention):
-            splits |= {module.qkv.weight: module.sizes, module.out.weight: ()}
-        elif isinstance(module, LatentAttention):
-            splits[module.down.weight] = tuple(size for size in module.down_sizes if size)
-            others = (module.query_up, module.kv_up, module.out)
-            splits |= dict.fromkeys((projection.weight for projection in others), ())
-        elif isinstance(module, SwiGLU):
-            splits |= {module.w1.weight: (len(module.w1.weight) // 2,) * 2, module.w2.weight: ()}
-        elif isinstance(module, GroupedExperts):
-            splits |= {module.w1: (module.w1.shape[-1] // 2,) * 2, module.w2: ()}
-        elif isinstance(module, ExpertsBackend):
+        matrices = getattr(module, "matrices", None)
+        if matrices is None:
+            continue
+        found = matrices()
+        if found is None:
             raise ValueError(
                 f"optimizer: muon does not know how {type(module).__name__} keeps its matrices: "
-                f"use --experts moe_graphs, or another optimizer"
+                f"write its method matrices, use --experts moe_graphs, or another optimizer"
             )
+        splits |= found
     return splits

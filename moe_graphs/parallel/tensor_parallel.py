@@ -191,6 +191,9 @@ def apply_tensor_parallel(model: LanguageModel | ModelStage, mesh: DeviceMesh) -
     check_tensor_parallel(model.config, mesh.size())
     for module in list(model.modules()):
         if isinstance(module, Attention):
+            if type(module) is not Attention:  # it would become the attention that it extends
+                kind = type(module).__name__
+                raise ValueError(f"tp: {kind} is not built for several ranks: pass tp=1")
             _share_heads(module, mesh)
         elif isinstance(module, SwiGLU):
             _share_columns(module, mesh)

@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from distributed import run_distributed
 from kept_bytes import kept_bytes
-from moe_graphs.layers import LanguageModel, LatentAttentionConfig
+from moe_graphs.layers import Attention, LanguageModel, LatentAttentionConfig
 from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, vocabulary_cross_entropy
 from moe_graphs.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from moe_graphs.parallel.vocabulary import whole_vocabulary
+from moe_graphs.planning.laid_out import as_rank
 from parallel_runs import compare, told
 from tensor_parallel_runs import compare_scopes, differences
 from training_runs import tiny_model
@@ -93,6 +94,18 @@ def test_two_ranks():
         assert found["mixed"].startswith("mixed_precision: of FSDP2")
         assert found["heads"].startswith("tp: 2 ranks cannot share num_kv_heads 1")
     assert first["norms"] == second["norms"]
+
+
+def test_an_attention_of_ones_own_is_refused_and_not_replaced():
+    class GatedAttention(Attention):
+        """Another attention, which would become a plain one."""
+
+    model = tiny_model("meta")
+    for layer in model.layers:
+        layer.attention.__class__ = GatedAttention
+    with as_rank(ParallelConfig(tp=2), 0) as mesh:
+        with pytest.raises(ValueError, match="tp: GatedAttention is not built for several ranks"):
+            apply_tensor_parallel(model, mesh["tp"])
 
 
 def of_four(rank: int, world_size: int) -> tuple[list[dict[str, float]], list]:
