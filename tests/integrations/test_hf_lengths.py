@@ -87,7 +87,8 @@ def trained(model, accelerated, lengths, side="right"):
     left = []
     for length in lengths:
         with accelerated.step():
-            loss = model(**batch(length, side=side)).loss
+            given = {name: x.to(model.device) for name, x in batch(length, side=side).items()}
+            loss = model(**given).loss
             loss.backward()
         left += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
         optimizer.step()
@@ -114,6 +115,29 @@ def test_batches_of_changing_length_are_replayed_bit_for_bit(checkpointing):
     assert report.matched == (len(LATER) - 2) * LAYERS
     assert accelerated.lengths.chosen == [64, 128, 192]
     assert "lengths  changed    12 64, 128, 192: forwards were padded" in str(accelerated)
+
+
+def on_a_gpu(lengths, given, graphs=True):
+    model = tiny("qwen3_moe", "grouped_mm", **LONG, num_hidden_layers=8).to("cuda", torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    accelerated = accelerate_model(model, graphs=graphs, lengths=given)
+    return trained(model, accelerated, lengths), accelerated.graphs.report()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")  # flash attention's backward adds with atomics
+def test_on_a_gpu_it_is_bit_for_bit():
+    lengths = [70, 33, 120, 90, 66, 126, 75, 40, 250, 90, 91, 20]
+    (eager, _), (found, report) = (on_a_gpu(lengths, (64, 128, 256), g) for g in (False, True))
+    assert all(map(torch.equal, eager, found))
+    assert report.matched == (len(lengths) - 3) * 8
+    assert report.shapes == 3
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_lengths_share_a_pool():
+    each = [on_a_gpu([n] * 6, (n,))[1].pool_bytes for n in (64, 128, 256)]
+    assert on_a_gpu([64, 128, 256] * 4, (64, 128, 256))[1].pool_bytes < sum(each)
 
 
 def test_nothing_is_padded_as_long_as_there_is_one_length():

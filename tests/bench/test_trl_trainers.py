@@ -1,0 +1,29 @@
+"""`benchmarks/trl_trainers.py` on the CPU, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+pytest.importorskip("trl", reason="needs the extra trl")
+import trl_trainers
+
+
+@pytest.mark.long
+def test_both_contenders_leave_a_line(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    given = ["--smoke", "--trainers", "sft", "--out", str(out), "--commit", "c"]
+    assert trl_trainers.main(given) == 0
+    plain, graphed = [json.loads(line) for line in out.read_text().splitlines()]
+    assert plain["error"] is None
+    assert graphed["share"] >= 0.95
+    assert graphed["lengths"]["chosen"]
+    assert plain["losses"] == pytest.approx(graphed["losses"], abs=2e-2)
+
+
+def test_unknown_trainers_are_an_error(capsys):
+    with pytest.raises(SystemExit):
+        trl_trainers.main(["--trainers", "ppo"])
+    assert "known are sft, dpo, grpo" in capsys.readouterr().err
