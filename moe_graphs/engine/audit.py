@@ -221,12 +221,15 @@ class UndoneError(Exception):
 
 
 def _missing_bytes(error: torch.OutOfMemoryError) -> int | None:
-    """The bytes that an allocation missed, by torch's message of it."""
+    """The bytes that an allocation missed, by torch's message of it.
+
+    None if the message does not tell, or if free memory was in pieces or not allowed to be taken.
+    """
     found = _ALLOCATION.search(str(error))
     if found is None:
         return None
     wanted, free = (float(found[i]) * _UNITS.get(found[i + 1], 0) for i in (1, 3))
-    return max(0, int(wanted - free))
+    return int(wanted - free) if wanted > free else None
 
 
 def _line(op: tuple[Any, ...], memory: tuple[Any, ...]) -> str:

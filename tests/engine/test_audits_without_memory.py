@@ -66,9 +66,9 @@ class Block(nn.Module):
 class Training:
     """A training eagerly, or with an engine."""
 
-    def __init__(self, engine: str | None, device: str, **options: Any) -> None:
+    def __init__(self, engine: str | None, device: str, *, rows: int = 4, **options: Any) -> None:
         torch.manual_seed(0)
-        self.device, self.engine = device, engine
+        self.device, self.engine, self.rows = device, engine, rows
         self.model = nn.Sequential(Block(), Block()).to(device)
         for block in self.model:
             block.mean = block.mean.to(device)
@@ -78,7 +78,7 @@ class Training:
             self.handle = moe_graphs.graph(self.model, GraphConfig("*", warmup_steps=2, **options))
         elif engine == "callables":
             blocks = tuple(self.model)
-            x = torch.zeros(4, WIDTH, device=device, requires_grad=True)
+            x = torch.zeros(rows, WIDTH, device=device, requires_grad=True)
             moe_graphs.make_graphed_callables(blocks, ((x,),) * len(blocks), **options)
             self.handle = blocks[0].graphs
         elif engine == "whole steps":
@@ -93,7 +93,7 @@ class Training:
         return loss
 
     def step(self) -> Tensor:
-        x = torch.randn(4, WIDTH, device=self.device)
+        x = torch.randn(self.rows, WIDTH, device=self.device)
         if self.engine == "whole steps":
             return self.handle(x)
         if self.engine != "scopes":
@@ -237,3 +237,43 @@ def test_memory_of_the_audit_is_freed_before_training_goes_on(engine, monkeypatc
         run.step()
     kept = {each.untyped_storage().data_ptr() for each in run.model.state_dict().values()}
     assert alive[0] <= len(kept)
+
+
+@pytest.mark.parametrize(
+    ("message", "missing"),
+    [
+        (MESSAGE, 3 << 29),
+        ("Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1 GiB of which 24.00 KiB "
+         "is free.", (20 << 20) - (24 << 10)),
+        ("Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 1 GiB of which 1.00 GiB is "
+         "free. 512 MiB allowed", None),
+        ("something else", None),
+    ],
+)  # fmt: skip
+def test_missing_bytes_are_read_from_the_message(message, missing):
+    assert audit._missing_bytes(torch.OutOfMemoryError(message)) == missing
+
+
+@pytest.mark.gpu
+@on_engines
+def test_memory_of_a_gpu_that_may_not_be_taken(engine):
+    """The process may take no more memory than replays need, so an audited call does not fit."""
+    rows, found = 1 << 20, []
+    for each in (None, engine):
+        options = {} if each is None else {"audit_every": 10_000}
+        run = Training(each, "cuda", rows=rows, **options)
+        losses = [run.step().item() for _ in range(WARM)]
+        if each is not None:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+            run.handle.audit_soon()
+            try:
+                with pytest.warns(GraphWarning, match="memory ran out in an audit"):
+                    losses.append(run.step().item())
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0)
+            assert run.handle.report().audits_skipped["memory"] >= 1
+        else:
+            losses.append(run.step().item())
+        found.append([*losses, *(run.step().item() for _ in range(3))])
+    assert found[0] == found[1]
