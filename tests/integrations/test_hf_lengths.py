@@ -10,8 +10,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from hf_families import FAMILIES, counted, skip_unknown, tiny  # noqa: E402
-from moe_graphs import GraphConfig, routing  # noqa: E402
-from moe_graphs.integrations.transformers import accelerate_model  # noqa: E402
+from moe_graphs import FullIteration, GraphConfig, routing  # noqa: E402
+from moe_graphs.integrations.transformers import accelerate_model, static_batch  # noqa: E402
 from moe_graphs.integrations.transformers.lengths import choose, rounded  # noqa: E402
 
 LAYERS = 2
@@ -240,6 +240,35 @@ def test_positions_that_depend_on_the_length_are_left():
     model = tiny("llama", None, rope_parameters=rope)
     accelerated = accelerate_model(model, graphs=False, lengths=True)
     assert "its positions depend on the length (dynamic)" in str(accelerated)
+
+
+def test_a_collator_pads_for_whole_steps():
+    runs = []
+    for whole in (False, True):
+        model = tiny("qwen3_moe", None, **LONG)
+        accelerate_model(model, graphs=False, whole_steps=whole)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
+
+        def step(given, model=model, optimizer=optimizer):
+            loss = model(**given).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = FullIteration(step, model=model, optimizer=optimizer) if whole else step
+        given = [batch(length) for length in (39, 50, 64, 20, 41)]
+        given = [static_batch(each, lengths=(64,)) for each in given] if whole else given
+        runs.append(torch.stack([run(each).clone() for each in given]))
+    assert run.report().matched == 2
+    torch.testing.assert_close(*runs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_batch_that_cannot_be_padded_is_an_error():
+    with pytest.raises(ValueError, match=r"39 tokens in a row, more than all lengths \(32,\)"):
+        static_batch(batch(39), lengths=(32,))
+    with pytest.raises(ValueError, match=r"position_ids \(1, 39\): nobody knows"):
+        static_batch(batch(39) | {"position_ids": torch.arange(39)[None]}, lengths=(64,))
 
 
 def test_wrong_options_are_named():

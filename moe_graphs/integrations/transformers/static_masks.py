@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
 from moe_graphs.integrations.transformers.collected_outputs import collect_within
@@ -136,7 +138,9 @@ def _why_masks(rule: MaskRule, given: dict[str, Any]) -> str | None:
 
 
 def static_batch(
-    batch: dict[str, Tensor], padding: Literal["right", "any"] = "right"
+    batch: dict[str, Tensor],
+    padding: Literal["right", "any"] = "right",
+    lengths: Sequence[int] = (),
 ) -> dict[str, Tensor]:
     """A padded batch for a model whose masks nobody builds. Use one ``padding`` for all batches.
 
@@ -148,16 +152,19 @@ def static_batch(
         padding: "right" leaves the mask out, since tokens do not see the padding behind them;
             "any" makes it ``[B, 1, S, S]``, causal and without padding (which keeps flash attention
             from being used). Both set labels of padding to -100.
+        lengths: pads the batch on the right to the next of these lengths, if some are given. A
+            ``FullIteration`` has one graph, so it takes one length.
 
     Returns:
         A new dictionary; losses and gradients are those of the padded batch, to rounding.
 
     Raises:
-        ValueError: padding on the left with ``padding="right"``, or a mask of another shape.
+        ValueError: padding on the left with ``padding="right"``, a mask of another shape, a batch
+            that is longer than all ``lengths``, or a tensor in it that nobody knows how to pad.
     """
     if padding not in ("right", "any"):
         raise ValueError(f"padding {padding!r} is unknown: choose right or any")
-    made = dict(batch)
+    made = _lengthened(batch, lengths) if lengths else dict(batch)
     mask = made.pop("attention_mask", None)
     if mask is None:
         mask = torch.ones_like(made["input_ids"])
@@ -173,6 +180,25 @@ def static_batch(
         raise ValueError("a batch is padded on the left: pad on the right, or pass padding='any'")
     if "labels" in made:
         made["labels"] = made["labels"].masked_fill(~real_BS, IGNORED)
+    return made
+
+
+def _lengthened(batch: dict[str, Tensor], lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the batch with padding on the right, up to the next of ``lengths``."""
+    rows, length = batch["input_ids"].shape
+    wanted = min((each for each in lengths if each >= length), default=None)
+    if wanted is None:
+        raise ValueError(
+            f"a batch has {length} tokens in a row, more than all lengths {tuple(lengths)}: add one"
+        )
+    values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
+    mask = torch.ones((rows, length), dtype=torch.long, device=batch["input_ids"].device)
+    made = {"attention_mask": mask, **batch}
+    for name, given in made.items():
+        if name in values and given.shape == (rows, length):
+            made[name] = pad(given, (0, wanted - length), value=values[name])
+        elif length in given.shape[1:]:
+            raise ValueError(f"{name} {tuple(given.shape)}: nobody knows how to pad it")
     return made
 
 
