@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,6 +149,14 @@ class LoadReport:
         losses = [layer.aux_loss for layer in self.layers if layer.aux_loss is not None]
         return {**found, "experts/aux_loss": sum(losses)} if losses else found
 
+    @classmethod
+    def of_ranks(cls, reports: Sequence[LoadReport]) -> LoadReport:
+        """The load of all ranks together: sums of pairs, and means of losses, by layer."""
+        found: dict[str, list[LayerLoad]] = {}
+        for layer in itertools.chain.from_iterable(report.layers for report in reports):
+            found.setdefault(layer.name, []).append(layer)
+        return cls(tuple(_together(layers) for layers in found.values()))
+
     def write(self, writer: Any, step: int) -> None:
         """Write ``scalars()``, and both loads of each layer, to a ``SummaryWriter``."""
         for name, value in self.scalars().items():
@@ -167,6 +176,12 @@ class LoadReport:
                 f"  {' '.join(map(str, best))}"
             )
         return "\n".join(lines)
+
+
+def _together(layers: Sequence[LayerLoad]) -> LayerLoad:
+    pairs = tuple(map(sum, zip(*(layer.pairs for layer in layers), strict=True)))
+    losses = [layer.aux_loss for layer in layers if layer.aux_loss is not None]
+    return LayerLoad(layers[0].name, pairs, sum(losses) / len(losses) if losses else None)
 
 
 class Watch:

@@ -76,6 +76,17 @@ def test_a_report_has_a_row_for_each_layer():
     ]
 
 
+def test_loads_of_ranks_are_added_up():
+    """Ranks of a pipeline have layers of their own."""
+    other = LoadReport((LayerLoad("layers.0.moe", (0, 2, 2, 0), 0.75), REPORT.layers[2]))
+    found = LoadReport.of_ranks([LoadReport(REPORT.layers[:2]), other])
+    assert found.layers == (
+        LayerLoad("layers.0.moe", (6, 4, 2, 0), 0.5),
+        REPORT.layers[1],
+        REPORT.layers[2],
+    )
+
+
 def test_numbers_for_a_log_and_a_writer():
     assert REPORT.scalars() == {
         "experts/max_over_mean": 3.0,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_graphs import routing
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.nonfinite import find_nonfinite
@@ -25,6 +26,7 @@ from moe_graphs.engine.whole_step.full_iteration import FullIteration, FullItera
 from moe_graphs.integrations.transformer_engine import back_to_fp8
 from moe_graphs.layers import LanguageModel, ModelLoss
 from moe_graphs.layers.documents import documents_between
+from moe_graphs.layers.moe import moe_layers
 from moe_graphs.lm.data import HeldOut, TrainingBatches
 from moe_graphs.lm.metrics import Memory, StepClock, memory_in_use, peak_flops
 from moe_graphs.lm.optimizers import build_optimizer
@@ -47,6 +49,9 @@ class LogLine:
     Attributes:
         mfu: share of the device's peak, None if the peak is not known.
         dropped: routed rows dropped since the line before, None if the dispatcher never drops.
+        max_over_mean: the largest load of an expert over the mean, in the worst layer, since the
+            line before; None if the model has no experts.
+        unused_experts: experts that no token has chosen since the line before, over all layers.
     """
 
     step: int
@@ -58,6 +63,8 @@ class LogLine:
     tflops: float
     mfu: float | None
     dropped: int | None
+    max_over_mean: float | None
+    unused_experts: int | None
 
     def __str__(self) -> str:
         mfu = "-" if self.mfu is None else f"{100 * self.mfu:.1f}%"
@@ -65,8 +72,13 @@ class LogLine:
         return (
             f"step: {self.step:5d}  loss: {self.loss:.4f}  grad_norm: {self.grad_norm:.3f}  "
             f"memory: {self.memory}  tps: {self.tokens_per_second:,.0f}  "
-            f"tflops: {self.tflops:,.3g}  mfu: {mfu}{dropped}"
+            f"tflops: {self.tflops:,.3g}  mfu: {mfu}{dropped}{self._load()}"
         )
+
+    def _load(self) -> str:
+        if self.max_over_mean is None:
+            return ""
+        return f"  max/mean load: {self.max_over_mean:.2f}  unused experts: {self.unused_experts}"
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,7 @@ class Trainer:
         separator: the token that begins each document, if tokens see their own document only.
 
     Attributes:
+        watch: counters of the load of experts, None if the model has none.
         whole: the model, for its names and sizes; in a pipeline on the meta device.
         run_id: identity of the run that its checkpoints belong to; a resumed trainer takes it over.
         full_iteration: set by ``capture_full_iteration``, and to None to train eagerly again.
@@ -174,6 +187,7 @@ class Trainer:
         self.full_iteration: FullIteration[Any, Any] | None = None
         self.optimizer_in_graph, self.find_nan, self.separator = False, find_nan, separator
         self.history = History.empty(settings.steps, self.device)
+        self.watch = routing.watch(model) if moe_layers(model) else None
         self.clock = StepClock(self.device)
         self.step = 0
         self.first_unlogged_step = 0
@@ -295,6 +309,7 @@ class Trainer:
             ranks = self.workers.count
             peak = None if peak is None else peak * ranks
             line, of_ranks = RanksLine, {"ranks": ranks, "tokens_per_second_per_rank": rate / ranks}
+        load = self._load()
         return line(
             step=self.step,
             loss=self.history.loss[self.step - 1].item(),
@@ -305,8 +320,20 @@ class Trainer:
             tflops=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             dropped=int(self.history.dropped[since].sum()) if self.drops_tokens else None,
+            max_over_mean=load.get("experts/max_over_mean"),
+            unused_experts=int(load["experts/unused"]) if load else None,
             **of_ranks,
         )
+
+    def _load(self) -> dict[str, float]:
+        """The load of experts since the line before, of all ranks; waits for the device."""
+        report = routing.LoadReport(())
+        if self.watch is not None:
+            report = self.watch.report()
+            self.watch.reset()
+        if self.workers is not None:
+            report = routing.LoadReport.of_ranks(self.workers.gather(report))
+        return report.scalars() if report.layers else {}
 
     def memory(self) -> Memory:
         """Memory in use; with several ranks, that of the rank with most."""

@@ -168,6 +168,8 @@ def test_the_log_line_is_the_fields_and_reads_the_run(tmp_path):
     for field in ("step:", "loss:", "grad_norm:", "memory:", "tps:", "tflops:", "mfu: -"):
         assert field in text
     assert f"dropped: {line.dropped:,}" in text
+    assert line.max_over_mean >= 1
+    assert f"max/mean load: {line.max_over_mean:.2f}  unused experts: {line.unused_experts}" in text
     advance(trainer, 4)
     assert trainer.log_line().dropped == trainer.history.dropped[3].item()
     local = fresh_trainer(options())
