@@ -1,4 +1,4 @@
-"""Conversion of schedules of ``torch.distributed.pipelining`` and of Transformer Engine.
+"""Conversion of schedules of ``torch.distributed.pipelining``.
 
 This module does not import torch. It reads torch's schedules by their attributes; tests construct
 every schedule that torch has.
@@ -6,19 +6,11 @@ every schedule that torch has.
 
 from __future__ import annotations
 
-import csv
-import io
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moe_graphs.engine.callables.order import (
-    KIND_OF,
-    Action,
-    Order,
-    check_order,
-)
+from moe_graphs.engine.callables.order import KIND_OF, Action, Order
 from moe_graphs.pipelines.schedule import Schedule
 
 
@@ -38,58 +30,6 @@ def from_torch(schedule: Any) -> Schedule:
             f"torch.distributed.pipelining with forwards and backwards, or build a Schedule"
         )
     return Schedule(tuple(_from_torch_actions(by_rank[rank]) for rank in sorted(by_rank)))
-
-
-def to_torch_csv(schedule: Schedule) -> str:
-    """Write the text that torch's ``_PipelineScheduleRuntime._load_csv`` reads: a line per rank."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for order in schedule.ranks:
-        split = {(action.chunk, action.microbatch) for action in order if action.kind == "W"}
-        writer.writerow(
-            str(action).replace("B", "I")
-            if (action.chunk, action.microbatch) in split
-            else str(action)
-            for action in order
-        )
-    return text.getvalue()
-
-
-def from_torch_csv(text: str) -> Schedule:
-    """Read the computations that torch's ``_dump_csv`` and ``to_torch_csv`` write."""
-    rows = csv.reader(io.StringIO(text))
-    return Schedule(
-        tuple(tuple(Action.parse(cell) for cell in row if cell.strip()) for row in rows)
-    )
-
-
-def to_te_order(order: Iterable[Action]) -> list[int | float]:
-    """Write Transformer Engine's ``_order`` of one rank.
-
-    Args:
-        order: the rank's order with chunks numbered from 0, as ``schedule.local_order(rank)`` is.
-
-    Raises:
-        ValueError: the format cannot express an action, which the message names: microbatches of a
-            chunk that do not come in turn, or weight gradients of another backward than the latest.
-    """
-    order = tuple(order)
-    check_order(order)
-    counts: Counter[tuple[str, int]] = Counter()
-    signed: list[int | float] = []
-    for position, action in enumerate(order):
-        turn = counts["B", action.chunk] - 1
-        if action.kind != "W":
-            turn = counts[action.kind, action.chunk]
-            counts[action.kind, action.chunk] += 1
-        if action.microbatch != turn:
-            raise ValueError(
-                f"order, position {position}: Transformer Engine's format has no microbatches and "
-                f"would take {action} for {Action(action.kind, action.chunk, turn)}"
-            )
-        number = action.chunk + 1
-        signed.append({"F": number, "B": -number, "W": -number - 0.5}[action.kind])
-    return signed
 
 
 def _from_torch_actions(actions: Iterable[Any]) -> Order:

@@ -9,13 +9,10 @@ from moe_graphs.pipelines.schedule import Schedule
 
 
 @st.composite
-def schedules(draw, in_turn: bool = False) -> Schedule:
+def schedules(draw) -> Schedule:
     """Chunks anywhere, microbatches in any order, some backwards split.
 
     Of all that can run next one runs next, so they are valid by construction.
-
-    in_turn: microbatches of a chunk come in turn, and W before the next B: what Transformer
-        Engine's format can say.
     """
     pp = draw(st.integers(1, 3))
     more = draw(st.lists(st.integers(0, pp - 1), max_size=3))
@@ -27,14 +24,14 @@ def schedules(draw, in_turn: bool = False) -> Schedule:
     waiting += [Action("W", *one) for one in sorted(split)]
     done: list[Action] = []
     while waiting:
-        ready = [a for a in waiting if not _needed(a, split, len(places), in_turn) - set(done)]
+        ready = [a for a in waiting if not _needed(a, len(places)) - set(done)]
         action = draw(st.sampled_from(ready))
         waiting.remove(action)
         done.append(action)
     return Schedule(tuple(tuple(a for a in done if places[a.chunk] == r) for r in range(pp)))
 
 
-def _needed(action: Action, split: set, num_chunks: int, in_turn: bool) -> set[Action]:
+def _needed(action: Action, num_chunks: int) -> set[Action]:
     kind, chunk, m = action.kind, action.chunk, action.microbatch
     found = set()
     if kind == "F" and chunk > 0:
@@ -45,8 +42,4 @@ def _needed(action: Action, split: set, num_chunks: int, in_turn: bool) -> set[A
             found.add(Action("B", chunk + 1, m))
     if kind == "W":
         found.add(Action("B", chunk, m))
-    if in_turn and m > 0 and kind != "W":
-        found.add(Action(kind, chunk, m - 1))
-        if kind == "B" and (chunk, m - 1) in split:
-            found.add(Action("W", chunk, m - 1))
     return found
