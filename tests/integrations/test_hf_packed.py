@@ -304,6 +304,29 @@ def test_sft_packs_documents_and_replays_them(packing, tmp_path):
     assert callback.report.eager_calls == {"warmup": 3 * LAYERS}
     assert callback.report.matched == (STEPS - 3) * LAYERS
     theirs = sft(tmp_path / "theirs", lora=None, **PACKINGS[packing])
+    assert_near(plain, theirs)
+
+
+def assert_near(plain, theirs):
     for one, other in zip(plain.logged, theirs.logged, strict=True):
         for name in ("loss", "aux_loss"):
             assert float(one[name]) == pytest.approx(float(other[name]), abs=2e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [dict(packing=True), dict(padding_free=True, max_length=None)])
+def test_sft_packs_rows_of_changing_length(options, tmp_path):
+    """TRL's defaults replay behind the forwards whose lengths are looked at."""
+    pytest.importorskip("peft", reason="needs the extra trl")
+    pytest.importorskip("trl", reason="needs the extra trl")
+    from trl_runs import LAYERS, sft
+
+    callback, steps = GraphCallback(), 16
+    graphed = sft(tmp_path / "graphed", callback, lora=None, max_steps=steps, **options)
+    eager = callback.report.eager_calls
+    assert eager.keys() == {"warmup", "lengths"}
+    assert sum(eager.values()) <= 10 * LAYERS
+    assert callback.report.matched == steps * LAYERS - sum(eager.values())
+    theirs = sft(tmp_path / "theirs", lora=None, max_steps=steps, **options)
+    for one, other in zip(graphed.logged, theirs.logged, strict=True):
+        assert float(one["loss"]) == pytest.approx(float(other["loss"]), abs=3e-3)
