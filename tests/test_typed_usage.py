@@ -18,6 +18,7 @@ import typed_usage
         typed_usage.whole_step,
         typed_usage.callables,
         typed_usage.schedules,
+        typed_usage.chosen_experts,
     ],
 )
 def test_what_a_checker_sees_runs(usage):

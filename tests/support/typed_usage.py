@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_graphs
+from moe_graphs import routing
 from moe_graphs.checkpoints.hf_config import hf_config, transformer_config
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, make_dispatcher
 from moe_graphs.engine.callables.order import Action
@@ -252,6 +253,21 @@ def schedules() -> None:
     assert_type(schedule, Schedule)
     assert_type(schedule.local_order(0), tuple[Action, ...])
     assert_type(Action.parse("0F3").microbatch, int)
+
+
+def chosen_experts() -> None:
+    layer = MoELayer(MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8), 8)
+    hidden_TD, watch = torch.randn(6, 8), routing.watch(layer)
+    assert_type(watch, routing.Watch)
+    with routing.record(layer) as choices:
+        layer(hidden_TD)
+    assert_type(choices, list[Tensor])
+    with routing.replay(layer, choices):
+        layer(hidden_TD)
+    assert_type(watch.report(), routing.LoadReport)
+    assert_type(watch.report().layers[0].pairs, tuple[int, ...])
+    assert_type(watch.report().scalars(), dict[str, float])
+    watch.close()
 
 
 def hugging_face(model: nn.Module) -> None:

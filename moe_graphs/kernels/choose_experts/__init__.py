@@ -51,6 +51,7 @@ class _Route(torch.autograd.Function):
         from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 
         logits_TE = _logits(hidden_TD, weight_ED)
+        given_TK = None if given_TK is None else given_TK.contiguous()
         *choice, chosen_TK = choose_experts_triton.choose_experts(
             logits_TE, bias_E, *rule, given_TK
         )
