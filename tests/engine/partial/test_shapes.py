@@ -7,7 +7,7 @@ import torch
 
 import moe_graphs
 from moe_graphs import GraphConfig, GraphWarning
-from training_runs import DEVICES
+from training_runs import DEVICES, VOCABULARY, tiny_model
 from two_scopes import build, data, scopes, update
 
 SHAPES = (4, 4, 4, 6, 4, 2, 6, 2, 4, 6)
@@ -133,3 +133,30 @@ def test_release_frees_the_graphs_of_all_shapes():
 def test_wrong_options_are_named(wrong):
     with pytest.raises(ValueError, match=r"shapes=\d: at least 1, and 1 with a memory_limit"):
         GraphConfig(**wrong)
+
+
+@pytest.mark.parametrize("chosen", ["full", "attn,moe_router,moe_preprocess"])
+def test_rows_of_our_own_model_have_several_lengths(chosen):
+    """Graphs of stages end within a layer, and routers have losses and biases."""
+    runs = []
+    for graphed in (False, True):
+        model = tiny_model("cpu", "moe").train()
+        config = GraphConfig(chosen, shapes=3, warmup_steps=2, on_mismatch="error")
+        graphs = moe_graphs.graph(model, config if graphed else GraphConfig(impl="none"))
+        torch.manual_seed(1)
+        left = []
+        for length in (16, 16, 16, 24, 8, 24, 16, 8):
+            tokens = torch.randint(VOCABULARY, (2, length + 1))
+            model.zero_grad()
+            with graphs.step():
+                output = model(tokens[:, :-1], tokens[:, 1:])
+                loss = output.loss + output.aux_loss
+                loss.backward()
+            left += [loss.detach(), *(p.grad for p in model.parameters())]
+            update(model)
+        runs.append([*left, *(b.clone() for b in model.buffers())])
+    assert len(runs[0]) == len(runs[1])
+    assert all(map(torch.equal, *runs))
+    report = graphs.report()
+    assert report.shapes == 3
+    assert report.matched == 6 * len(report.scopes)
