@@ -159,6 +159,16 @@ def test_few_lengths_are_taken_as_they_are():
     assert accelerated.graphs.report().matched == (16 - 7 - 3) * LAYERS
 
 
+def test_a_count_of_targets_as_trainer_gives_it_is_no_obstacle():
+    model = tiny("llama", None, **LONG)
+    accelerated = accelerate_model(model, graphs=False, lengths=(64,))
+    plain = model(**batch(39), num_items_in_batch=torch.tensor(70)).loss
+    with accelerated.step():
+        loss = model(**batch(39), num_items_in_batch=torch.tensor(70)).loss
+    assert accelerated.lengths.padding == 3 * (64 - 39)
+    torch.testing.assert_close(loss, plain, **NEAR)
+
+
 def test_the_lengths_that_are_chosen_cost_least():
     assert choose({100: 1, 300: 5, 299: 1, 500: 2, 510: 1, 40: 1}) == [64, 128, 320, 512]
     assert choose({30: 1, 60: 1}) == [30, 60]

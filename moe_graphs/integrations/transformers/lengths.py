@@ -241,7 +241,7 @@ def _why_left_alone(given: Mapping[str, Any], tokens: Tensor, lengths: Lengths) 
     for name, value in given.items():
         if name in ("past_key_values", "cache") and value is not None:
             return f"{name} is given"
-        if isinstance(value, Tensor) and name not in rows:
+        if isinstance(value, Tensor) and value.dim() and name not in rows:
             return f"nobody knows how to pad {name}"
     for name in ("attention_mask", "position_ids"):
         value = given.get(name)
