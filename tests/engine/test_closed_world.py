@@ -7,6 +7,7 @@ causes: 15 unseeded generators, 16 threads, 19 shared memory, 20 identity, 21 re
 
 from __future__ import annotations
 
+import abc
 import importlib.util
 import random
 import secrets
@@ -75,6 +76,23 @@ def test_a_generator_with_a_seed_is_replayed(engine, device):
 
 
 # ---- 16: other threads
+
+
+class Preset(abc.ABC):  # noqa: B024 (its bookkeeping in C is what matters)
+    gain = 1.0
+
+
+@both(ENGINES)
+def test_an_object_of_an_abstract_class_that_is_read_whole_is_replayed(engine):
+    preset = Preset()
+    preset.bias = 0.5
+
+    def forward(s: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return s.linear(x) * preset.gain + vars(preset)["bias"]
+
+    named, report = check(lambda: Scope(forward=forward), engine)
+    assert not named
+    assert report.replayed > 0
 
 
 def in_thread(function):

@@ -360,6 +360,11 @@ class AccessedNames:
         return not (self.is_estimate or _BY_DATA.isdisjoint(self.names_of_the_user()))
 
     @property
+    def puts_names_together(self) -> bool:
+        """Whether code of the user's looks up attributes by names that it puts together."""
+        return not self.is_estimate and any(map(_puts_names_together, self._code_of_the_user()))
+
+    @property
     def asks_for_identities(self) -> bool:
         """Whether code of the user's compares objects by identity: ``mask is self.mask``."""
         return any(map(_asks_for_identities, self._code_of_the_user()))
@@ -656,10 +661,17 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
         if i.opcode in dis.hasname and not _loads_a_method(i)
     }
     operations = {i.opname for i in dis.get_instructions(code)}
-    puts_together = "BUILD_STRING" in operations or not _JOIN.isdisjoint(code.co_names)
-    if "MATCH_CLASS" in operations or ("getattr" in code.co_names and puts_together):
+    if "MATCH_CLASS" in operations or _puts_names_together(code):
         named.add("__dict__")  # any attribute may be read
     return frozenset(named) | frozenset(code.co_freevars) | _strings_of(code)
+
+
+@functools.cache
+def _puts_names_together(code: types.CodeType) -> bool:
+    """Whether the code looks up attributes by names that it may have put together."""
+    operations = {i.opname for i in dis.get_instructions(code)}
+    puts_together = "BUILD_STRING" in operations or not _JOIN.isdisjoint(code.co_names)
+    return "getattr" in code.co_names and puts_together
 
 
 @functools.cache

@@ -235,8 +235,9 @@ class Walk:
         # followed whole only if the user's own code may read objects whole.
         self._whole = {"own"} if accessed.reads_whole(accessed.names) else set()
         self._whole |= {"library"} if by_user else set()
-        # All data of such classes, and of the user's own modules, is compared then, too.
         self._whole_modules = {"own"} if by_user else set()
+        # Plain data of classes and of the user's own modules is compared by any name then.
+        self._puts_names_together = accessed.puts_names_together
         self._looks_up_data = accessed.looks_up_data
         self._read_addresses = read_addresses
         self._tensor_names, self._assigned = tensor_names, assigned
@@ -311,7 +312,7 @@ class Walk:
     def _by_identity(self, value: Any, name: str) -> None:
         if isinstance(value, types.ModuleType):
             if is_own(value):
-                whole = _data_of(vars(value)) if self._whole_modules else frozenset[str]()
+                whole = _data_of(vars(value)) if self._puts_names_together else frozenset[str]()
                 self._namespace(vars(value), name, False, self._names | whole)
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
@@ -570,7 +571,7 @@ class Walk:
         """Names in a class that the user's code may read, though nothing mentions them."""
         is_of_training = issubclass(kind, (nn.Module, Optimizer, LRScheduler))
         found = frozenset({"__dataclass_fields__"} if self._whole else ())
-        if self._whole_modules and (origin == "own" or not is_of_training):
+        if self._puts_names_together and (origin == "own" or not is_of_training):
             found |= _data_of(vars(kind))
         return found
 
@@ -655,8 +656,8 @@ class Walk:
 
 
 def _data_of(place: Mapping[str, Any]) -> frozenset[str]:
-    """Names of data in a class or a module, without those with two underscores."""
-    return frozenset(name for name in place if name[:2] != "__" and is_data(place[name]))
+    """Names of plain data in a class or a module, without those with two underscores."""
+    return frozenset(name for name in place if name[:2] != "__" and is_plain(place[name]))
 
 
 def _is_record(value: Any) -> bool:
