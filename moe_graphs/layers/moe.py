@@ -268,7 +268,8 @@ class MoELayer(MoEStages):
         )
 
     def choose(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
-        return self.router(hidden_TD, given_TK)
+        # A router of a user's own need not know of choices that are given.
+        return self.router(hidden_TD) if given_TK is None else self.router(hidden_TD, given_TK)
 
     def run_shared(self, hidden_TD: Tensor) -> Tensor | None:
         if self.shared_expert is None:
