@@ -401,6 +401,8 @@ class Trace(Operations):
             tensors = [tensor for tensor in found if tensor.device.type == self._device.type]
             if self._refuse:
                 self._check(func, args, kwargs, tensors)
+            if func is not _LIFT_FRESH:
+                self._note_memory(func.overloadpacket, tensors)
             self._note(func, args, kwargs)
             self._keep_what_is_written(func, args, kwargs)
             # ``lift_fresh`` gets a tensor that Python made inside of the block.
@@ -433,8 +435,6 @@ class Trace(Operations):
             )
         if self._strict:
             self._check_hooks(operation)
-        if func is not _LIFT_FRESH:
-            self._check_memory(operation, tensors)
 
     def _check_hooks(self, operation: Any) -> None:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -445,14 +445,14 @@ class Trace(Operations):
                 "or leave this part out of the scopes",
             )
 
-    def _check_memory(self, operation: Any, tensors: list[Tensor]) -> None:
+    def _note_memory(self, operation: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             where = address(tensor)
             if where in self._known:
                 self.read.add(where)
-            elif self._strict and tensor.numel() and where not in self._made:
+            elif tensor.numel() and where not in self._made:
                 self.read.add(where)
-                if where not in self.others:
+                if self._strict and where not in self.others:
                     shape = tuple(tensor.shape)
                     self.others[where] = (
                         tensor,

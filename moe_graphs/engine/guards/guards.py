@@ -343,19 +343,24 @@ class Guards:
         self._address_guards = AddressGuards(list(self._places.values()))
         self._adopt(found)
 
-    def also_read(self, accessed: AccessedNames) -> None:
+    def also_read(self, accessed: AccessedNames, addresses: Collection[int] = ()) -> None:
         """Compares from now on what these names find, too: those that only a backward mentions.
 
-        If something has changed since the forward (a context around the forward is over), the
-        values of now are not those that the forward reads, and nothing is added.
+        Tensors at these addresses, which a backward has read, are compared as well. If something
+        has changed since the forward (a context around the forward is over), the values of now are
+        not those that the forward reads, and nothing is added.
 
         Raises:
             CaptureError: if something cannot be compared.
         """
-        known = self._walked.accessed
-        if accessed.names <= known.names or self.changes():
+        known, seen = self._walked.accessed, map(unwrap, self._found.leaves.values())
+        tensors = {address(each) for each in seen if isinstance(each, Tensor)}
+        read = self._walked.read_addresses | tensors.intersection(addresses)
+        is_known = accessed.names <= known.names and read == self._walked.read_addresses
+        if is_known or self.changes():
             return
-        self._walked = self._walked._replace(accessed=AccessedNames.together(known, accessed))
+        together = AccessedNames.together(known, accessed)
+        self._walked = self._walked._replace(accessed=together, read_addresses=read)
         self._begin()
         self.check_followable()
 

@@ -278,7 +278,7 @@ class Recorder:
             ):
                 guards = Guards(accessed.of_contexts, accessed)
                 guards.check_followable()
-                site.forward.conditions.guards.also_read(accessed)
+                site.forward.conditions.guards.also_read(accessed, effects.read)
                 state = TorchState(self.backend.device.type, of_backward=True)
                 of_forward = self._of_forward(site, effects)
                 conditions = ReplayConditions(guards, state, of_forward=of_forward)

@@ -167,17 +167,23 @@ class SideEffects:
     These are random numbers that it draws, tensors that it writes, and FP8 scales. A first run
     shows them. All other runs start from the state in which the first one started, and the effects
     happen only once.
+
+    Attributes:
+        read: addresses of the memory that the first run has read.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._before = backend, Snapshot(backend)
         self._after = Snapshot()
+        self.read: set[int] = set()
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
         """Context around the first run."""
-        with Trace(self._backend.device, strict=False, refuse=False, before=self._before):
+        trace = Trace(self._backend.device, strict=False, refuse=False, before=self._before)
+        with trace:
             yield
+        self.read = trace.read
         self._after = Snapshot(self._backend, values=self._before.tensors)
 
     def again(self) -> None:

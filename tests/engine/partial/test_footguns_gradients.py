@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -307,3 +309,47 @@ def test_activation_checkpointing_inside_a_scope_is_refused(device, reentrant):
         train_step(model, graphs, data(device))
     train_step(model, graphs, data(device))
     assert graphs.report().state == "capture_failed"
+
+
+class ScalesGradients(nn.Module):
+    """A layer whose backward alone reads the first tensor of a list."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.scales = [torch.full((4,), each, device=device) for each in (1.5, 0.5)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, y):
+                return y.view_as(y)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient * layer.scales[0]
+
+        return Scaled.apply(self.l(x).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*'scales.0.' was replaced:moe_graphs.errors.GraphWarning")
+def test_a_tensor_that_a_backward_alone_reads_is_compared(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), ScalesGradients(device)).to(device)
+    eager = copy.deepcopy(model)
+    config = moe_graphs.GraphConfig("*1", warmup_steps=2, audit_every=None)
+    graphs = moe_graphs.graph(model, config)
+    for step in range(6):
+        x = torch.randn(2, 4, device=device)
+        for each in (model, eager):
+            each.zero_grad()
+            if step == 4:
+                each[1].scales.reverse()
+        with graphs.step():
+            model(x).square().mean().backward()
+        eager(x).square().mean().backward()
+        pairs = zip(model.parameters(), eager.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs), step
+    assert graphs.report().eager_calls == {"warmup": 2, "moved": 2}
