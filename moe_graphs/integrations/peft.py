@@ -13,6 +13,7 @@ N the dimensions of a parameter ``[E, M, N]``, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,6 +76,20 @@ def lora_of(experts: nn.Module) -> dict[str, LoRA]:
             lefts, rights = zip(*pairs, strict=True)
             found[wrapper.parameter_name] = LoRA(torch.cat(lefts, 2), torch.cat(rights, 1))
     return found
+
+
+def beside_products(
+    lora: Mapping[str, LoRA], *, is_transposed: bool
+) -> tuple[LoRA | None, LoRA | None]:
+    """The factors of both products of experts, from those in the layout of their parameters.
+
+    Args:
+        is_transposed: whether the parameters are ``[E, in, out]``, as the products read them, and
+            not ``[E, out, in]``.
+    """
+    found = (lora.get(name) for name in ("gate_up_proj", "down_proj"))
+    first, second = (f if f is None or is_transposed else f.transposed() for f in found)
+    return first, second
 
 
 def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_graphs.dispatch.local_rows import local_rows
+from moe_graphs.integrations.peft import beside_products
 from moe_graphs.kernels import (
     RowOrder,
     grouped_gemm,
@@ -25,7 +26,11 @@ from moe_graphs.kernels import (
 )
 from moe_graphs.kernels.gemm import grouped_gemm_wgrad
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.routed_experts.lora import LoRA, down_projection_with_lora, up_projection
+from moe_graphs.kernels.routed_experts.lora import (
+    LoRA,
+    down_projection_with_lora,
+    up_projection_with_lora,
+)
 from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 
 NAME = "moe_graphs"
@@ -131,9 +136,8 @@ def _sums(
     """
     w1, w2 = _weight(experts, "gate_up_proj"), _weight(experts, "down_proj")
     tokens_TH, ends_E = _in_dtype_of(w1, hidden_TH), order.offsets_E
-    beside = {name: f if experts.is_transposed else f.transposed() for name, f in lora.items()}
-    first, second = (beside.get(name) for name in ("gate_up_proj", "down_proj"))
-    gate_up_R2F = up_projection(tokens_TH, order, index_TK.shape[1], w1, first)
+    first, second = beside_products(lora, is_transposed=experts.is_transposed)
+    gate_up_R2F = up_projection_with_lora(tokens_TH, order, index_TK.shape[1], w1, first)
     if experts.has_bias:
         bias_E2F = experts.gate_up_proj_bias.to(gate_up_R2F.dtype)
         gate_up_R2F = _AddBias.apply(gate_up_R2F, bias_E2F, ends_E)

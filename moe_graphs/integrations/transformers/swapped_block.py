@@ -17,9 +17,15 @@ from torch import Tensor, nn
 from moe_graphs.dispatch import Dispatched, LocalDispatcher
 from moe_graphs.engine.guards.introspection import forward_hooks_of, hooks_of
 from moe_graphs.errors import GraphWarning
-from moe_graphs.integrations.peft import SUMMED, innermost, lora_of, why_summed
+from moe_graphs.integrations.peft import (
+    SUMMED,
+    beside_products,
+    innermost,
+    lora_of,
+    why_summed,
+)
 from moe_graphs.integrations.transformers.collected_outputs import is_collecting
-from moe_graphs.kernels import RowOrder, route, routed_experts
+from moe_graphs.kernels import RowOrder, route
 from moe_graphs.kernels.choose_experts.reference import pairs_per_expert
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from moe_graphs.layers import MoEConfig, Routing
@@ -74,12 +80,9 @@ class SwappedExperts(nn.Module):
         if not torch.is_autocast_enabled(tokens_TD.device.type):
             tokens_TD = tokens_TD.to(self.gate_up_proj.dtype)
         w1_ED2F, w2_EFD = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
-        given = tokens_TD, order, weights_TK, w1_ED2F, w2_EFD
-        if not lora:
-            return routed_experts(*given, is_sorted=is_sorted)
-        beside = (lora.get(name) for name in ("gate_up_proj", "down_proj"))
-        factors = [None if each is None else each.transposed() for each in beside]
-        return routed_experts_with_lora(*given, *factors, is_sorted=is_sorted)
+        factors = beside_products(lora, is_transposed=False)
+        given = tokens_TD, order, weights_TK, w1_ED2F, w2_EFD, *factors
+        return routed_experts_with_lora(*given, is_sorted=is_sorted)
 
 
 class SwappedMoE(MoEStages):

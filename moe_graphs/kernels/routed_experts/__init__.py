@@ -88,12 +88,18 @@ def routed_experts(
     tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
     tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
     check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
-    if is_sorted:
-        gate_up_R2F = grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
-    else:
-        gate_up_R2F = gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    gate_up_R2F = up_projection(tokens_TD, order, w1_ED2F, is_sorted=is_sorted)
     again = FirstProduct(tokens_TD.detach(), w1_ED2F.detach(), is_sorted) if recompute else None
     return down_projection(gate_up_R2F, order, weights_TK, w2_EFD, again=again)
+
+
+def up_projection(
+    tokens_TD: Tensor, order: RowOrder, w1_ED2F: Tensor, *, is_sorted: bool = False
+) -> Tensor:
+    """The first half of ``routed_experts``, gate and up of the rows."""
+    if is_sorted:
+        return grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
+    return gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
 
 
 class FirstProduct(NamedTuple):

@@ -31,17 +31,16 @@ from torch.nn import functional
 from moe_graphs.kernels.gemm import (
     check_operands,
     gradient_of_weights,
-    grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_forward,
     is_transposed,
 )
-from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.routed_experts import (
     down_projection,
+    up_projection,
     weighted_swiglu,
     weighted_swiglu_backward,
 )
@@ -95,11 +94,13 @@ def routed_experts_with_lora(
     tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
     check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
     top_k = weights_TK.shape[1]
-    gate_up_R2F = up_projection(tokens_TD, order, top_k, w1_ED2F, lora1, is_sorted=is_sorted)
+    gate_up_R2F = up_projection_with_lora(
+        tokens_TD, order, top_k, w1_ED2F, lora1, is_sorted=is_sorted
+    )
     return down_projection_with_lora(gate_up_R2F, order, weights_TK, w2_EFD, lora2)
 
 
-def up_projection(
+def up_projection_with_lora(
     tokens_TD: Tensor,
     order: RowOrder,
     top_k: int,
@@ -109,11 +110,9 @@ def up_projection(
     is_sorted: bool = False,
 ) -> Tensor:
     """Gate and up of the rows: the first half of ``routed_experts_with_lora``."""
-    tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
-    if lora1 is None and is_sorted:
-        return grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
     if lora1 is None:
-        return gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+        return up_projection(tokens_TD, order, w1_ED2F, is_sorted=is_sorted)
+    tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
     _check_factors("w1", w1_ED2F, lora1)
     check_operands(tokens_TD, w1_ED2F, order.offsets_E)
     factors = _in_dtype_of(tokens_TD, lora1)
