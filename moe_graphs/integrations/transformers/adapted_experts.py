@@ -25,39 +25,33 @@ from moe_graphs.integrations.transformers.experts_interface import (
 
 def multiply_rows(model: nn.Module, done: Changes) -> None:
     """Lets experts with PEFT's wrappers multiply their rows. ``done`` takes the changes."""
-    outermost, found = [], set[int]()
-    for module in model.modules():
-        wrappers = wrappers_around(module)
-        if wrappers and id(module) not in found and hasattr(type(innermost(module)), "_apply_gate"):
-            outermost.append(module)
-        found.update(map(id, wrappers))
-    reasons: Counter[str] = Counter()
-    served: list[nn.Module] = []
-    for module in outermost:
-        reason = why_no_lora(innermost(module))
-        if reason is None:
-            served.append(module)
-        else:
-            reasons[reason] += 1
+    found = _outermost(model)
+    reasons = [why_no_lora(innermost(module)) for module in found]
+    served = [module for module, reason in zip(found, reasons, strict=True) if reason is None]
     for same in by_class(served):
         done.changed_classes("lora", same, _multiplying, "on experts: factors multiply the rows")
-    for reason, count in reasons.items():
+    for reason, count in Counter(reason for reason in reasons if reason is not None).items():
         done.left("lora", "ParamWrapper", count, f"{reason}: {SUMMED}")
-    done.watch(functools.partial(_later, model, {id(module) for module in outermost}))
+    done.watch(functools.partial(_later, model, set(map(id, found))))
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    """The outermost of PEFT's wrappers around each of transformers' experts modules."""
+    found, inside = [], set[int]()
+    for module in model.modules():
+        wrappers = wrappers_around(module)
+        is_outermost = bool(wrappers) and id(module) not in inside
+        if is_outermost and hasattr(type(innermost(module)), "_apply_gate"):
+            found.append(module)
+        inside.update(map(id, wrappers))
+    return found
 
 
 def _later(model: nn.Module, known: set[int]) -> list[Change]:
     """Wrappers that PEFT has put around experts since."""
-    found = 0
-    inside: set[int] = set()
-    for module in model.modules():
-        wrappers = wrappers_around(module)
-        if wrappers and not inside.intersection(map(id, wrappers)):
-            inside.update(map(id, wrappers))
-            is_theirs = hasattr(type(innermost(module)), "_apply_gate")
-            found += is_theirs and id(module) not in known
+    count = sum(id(module) not in known for module in _outermost(model))
     note = f"apply PEFT before accelerate_model: {SUMMED}"
-    return [Change("lora", "ParamWrapper", found, False, note)] if found else []
+    return [Change("lora", "ParamWrapper", count, False, note)] if count else []
 
 
 def _multiplying(kind: type[Any]) -> Any:
