@@ -66,8 +66,7 @@ EAGER_CALLS: Mapping[str, Reason] = {
     "shape": Reason(
         "an input has another shape than the captured one",
         f"pad inputs to one shape, take GraphConfig(shapes=4), leave a short last batch out "
-        f"(drop_last=True), or "
-        f"{CAPTURE_AGAIN}",
+        f"(drop_last=True), or {CAPTURE_AGAIN}",
     ),
     "dtype": Reason(
         "an input has another dtype than the captured one",

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moe_graphs.kernels.choose_experts.reference import take_given
+
 _FUNCTIONS = (torch.topk, Tensor.topk)
 
 
@@ -49,11 +51,7 @@ class TopKChoice(TorchFunctionMode):
     def _replayed(self, scores_TE: Tensor, k: int, *_: Any, **__: Any) -> Any:
         assert self._given_TK is not None
         check_shape(self._given_TK, (scores_TE.shape[0], k))
-        experts_TK = self._given_TK.clone()
-        # The saved indices have three dimensions: torch's checkpoint raises an error if it runs
-        # this again without the given choice.
-        values_TK = scores_TE.unsqueeze(0).gather(2, experts_TK.unsqueeze(0)).squeeze(0)
-        return torch.return_types.topk((values_TK, experts_TK))
+        return torch.return_types.topk(take_given(scores_TE, self._given_TK))
 
     @property
     def experts_TK(self) -> Tensor:

@@ -183,10 +183,11 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         for number, group in enumerate(self.param_groups):
             _check_gradients(group["params"], number)
-        groups = self.param_groups
-        numbered = (enumerate(group["params"], self._first(group)) for group in groups)
-        rows = [self._rows(*each) for each in zip(groups, numbered, strict=True)]
-        for group, of_group in zip(groups, rows, strict=True):
+        rows = [
+            self._rows(each, enumerate(each["params"], self._first(each)))
+            for each in self.param_groups
+        ]
+        for group, of_group in zip(self.param_groups, rows, strict=True):
             self._update(group, of_group)
         return loss
 

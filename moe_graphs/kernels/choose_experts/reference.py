@@ -59,10 +59,7 @@ def choose(
         experts_TK = _best(scores_TE.detach(), bias_E, rule)
         weights_TK = scores_TE.gather(1, experts_TK)
     else:
-        experts_TK = given_TK.clone()
-        # The saved indices have three dimensions: torch's checkpoint raises an error if it runs
-        # this again without the given choice.
-        weights_TK = scores_TE.unsqueeze(0).gather(2, experts_TK.unsqueeze(0)).squeeze(0)
+        weights_TK, experts_TK = take_given(scores_TE, given_TK)
     if rule.normalize:
         # The small constant is for sigmoid scores that are all zero.
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -70,6 +67,14 @@ def choose(
         weights_TK = weights_TK * rule.scaling
     counts_E = pairs_per_expert(experts_TK, logits_TE.shape[1])
     return Choice(weights_TK, experts_TK, _aux_loss(logits_TE, scores_TE, counts_E, rule), counts_E)
+
+
+def take_given(scores_TE: Tensor, given_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of experts that were chosen before, and a copy of the choice, as ``topk``."""
+    experts_TK = given_TK.clone()
+    # The saved indices have three dimensions: torch's checkpoint raises an error if it runs this
+    # again without the given choice.
+    return scores_TE.unsqueeze(0).gather(2, experts_TK.unsqueeze(0)).squeeze(0), experts_TK
 
 
 def _best(scores_TE: Tensor, bias_E: Tensor | None, rule: RoutingRule) -> Tensor:
