@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,12 +77,19 @@ def decay_weights(optimizer: Optimizer, skipped: Tensor | None = None) -> None:
         skipped: 0-dim: 1.0 if the step changes nothing, else 0.0.
     """
     for group in optimizer.param_groups:
-        decay = group.get("tensor_weight_decay")
-        decayed = [p for p in group["params"] if p.grad is not None]
-        if decay is not None and decayed:
-            step = group["lr"] * decay
-            step = step if skipped is None else step * (1 - skipped)
-            torch._foreach_mul_(list(map(local_part, decayed)), 1 - step)
+        decay_of_group(group, [p for p in group["params"] if p.grad is not None], skipped)
+
+
+@torch.no_grad()
+def decay_of_group(
+    group: dict[str, Any], decayed: Sequence[Tensor], skipped: Tensor | None = None
+) -> None:
+    """Apply the decay by a tensor, if the group has one, to some of its parameters."""
+    decay = group.get("tensor_weight_decay")
+    if decay is not None and decayed:
+        step = group["lr"] * decay
+        step = step if skipped is None else step * (1 - skipped)
+        torch._foreach_mul_(list(map(local_part, decayed)), 1 - step)
 
 
 def _decay_before_update(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from moe_graphs.optim.adamw import AdamW
 from moe_graphs.optim.gradient_factor import local_part
+from moe_graphs.training.capturable import decay_of_group
 from moe_graphs.training.device_step import multiplied
 from moe_graphs.training.grad_norm import clip_factor
 
@@ -127,6 +128,7 @@ class UpdateInBackward:
         if self.max_norm is not None:
             by_weight = self._is_first or self.clip_by == "weight"
             factor = clip_factor(self.max_norm, norm if by_weight else self.grad_norm)
+        decay_of_group(optimizer.param_groups[group], [parameter])
         with multiplied(optimizer, [gradient], factor):
             optimizer.update(group, [(number, parameter)])
         parameter.grad = None

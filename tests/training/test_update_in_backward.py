@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import moe_graphs
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.optim import AdamW, Muon
+from moe_graphs.training.capturable import tensor_hyperparameters
 from moe_graphs.training.grad_norm import clip_grad_norm, total_norm
 from moe_graphs.training.update_in_backward import UpdateInBackward
 from training_runs import DEVICES
@@ -89,6 +90,19 @@ def test_it_has_the_bits_of_ordinary_steps(options, device):
     UpdateInBackward(optimizer)
     found = train(model, optimizer, device)
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_weight_decay_that_is_a_tensor_is_applied_as_well():
+    model = build("cpu")
+    other = copy.deepcopy(model)
+    results = []
+    for trained, in_backward in ((other, False), (model, True)):
+        optimizer = AdamW(trained.parameters(), lr=1e-2, weight_decay=0.5)
+        tensor_hyperparameters(optimizer, weight_decay=True)
+        if in_backward:
+            UpdateInBackward(optimizer)
+        results.append(train(trained, optimizer, "cpu"))
+    assert all(map(torch.equal, *results))
 
 
 class Tied(nn.Module):
