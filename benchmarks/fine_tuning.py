@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from torch import nn
 
 from environment import stamp
 from moe_graphs.lm.metrics import peak_flops
+from own_process import in_own_process, leave
 
 WARMUP, MEASURED = 5, 5
 TOLERANCE = 2e-2  # of the loss: kernels round otherwise
@@ -246,18 +246,6 @@ def _wait(device: torch.device) -> None:
 # ---- all of them
 
 
-def in_own_process(case: Case, timeout: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", json.dumps(asdict(case))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result after {timeout:.0f} s"}
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode or not last.startswith("{"):
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:500]}
-    return {"error": None} | json.loads(last)
-
-
 def compared(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """Compare the losses with those of the first contender of the row, if both have some."""
     if found["error"] or reference["error"]:
@@ -291,15 +279,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--rows: {', '.join(sorted(unknown))}: known are {', '.join(SIZES)}")
     environment, references, failed = stamp(options.commit), {}, 0
     for case in cases(options.rows, options.smoke, options.measured):
-        found = in_own_process(case, options.timeout)
+        found = in_own_process(__file__, [json.dumps(asdict(case))], options.timeout)
         reference = references.setdefault(case.row, found)
         line = {"benchmark": "fine_tuning", "tokens": case.tokens, **asdict(case)}
         line |= compared(found, reference) | {"environment": environment}
         failed += line["error"] is not None
-        print(json.dumps({key: line.get(key) for key in SHOWN}), flush=True)
-        if options.out:
-            with open(options.out, "a") as file:
-                file.write(json.dumps(line) + "\n")
+        leave(line, SHOWN, options.out)
     return int(failed > 0)
 
 

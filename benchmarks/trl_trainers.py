@@ -16,7 +16,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from transformers import TrainerCallback
 
 from environment import stamp
 from fine_tuning import LAUNCH_BOUND, SMALL
+from own_process import in_own_process, leave
 
 TRAINERS = ("sft", "dpo", "grpo")
 CONTENDERS = ("as it comes", "GraphCallback")
@@ -164,18 +164,6 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def in_own_process(arguments: list[str], timeout: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result after {timeout:.0f} s"}
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode or not last.startswith("{"):
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:500]}
-    return {"error": None} | json.loads(last)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="a file of JSON lines to append to")
@@ -195,14 +183,11 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
         for contender in CONTENDERS:
             more = ["--smoke"] if options.smoke else []
-            found = in_own_process([name, contender, *more], options.timeout)
+            found = in_own_process(__file__, [name, contender, *more], options.timeout)
             line = {"benchmark": "trl_trainers", "trainer": name, "contender": contender,
                     "smoke": options.smoke, **found, "environment": environment}  # fmt: skip
             failed += line["error"] is not None
-            print(json.dumps({key: line.get(key) for key in SHOWN}), flush=True)
-            if options.out:
-                with open(options.out, "a") as file:
-                    file.write(json.dumps(line) + "\n")
+            leave(line, SHOWN, options.out)
     return int(failed > 0)
 
 
