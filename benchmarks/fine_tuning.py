@@ -12,6 +12,9 @@ Rows with all weights: `accelerate_model` with graphs and checkpointing, our Ada
 and stochastic rounding, and updates within the backward; all 48 layers (they want about 122 GiB),
 and 4 layers beside the same with fp32 states.
 
+Timed graphs have no audits (`--audits` switches them on), because a short run has more of them than
+a long one.
+
 Weights are random and made on the GPU. Each contender runs in a process of its own. A contender
 fails if its losses differ from those of the first contender of its row by more than `TOLERANCE`.
 """
@@ -32,6 +35,7 @@ import torch
 from torch import nn
 
 from environment import stamp
+from moe_graphs import GraphConfig
 from moe_graphs.lm.metrics import peak_flops
 from own_process import in_own_process, leave
 
@@ -113,6 +117,7 @@ class Case:
     checkpointing: bool
     smoke: bool = False
     measured: int = MEASURED
+    audits: bool = False
 
     @property
     def size(self) -> Size:
@@ -124,10 +129,11 @@ class Case:
         return self.size.sequences * self.size.sequence
 
 
-def cases(rows: Sequence[str], smoke: bool, measured: int) -> Iterator[Case]:
-    for row in rows:
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    given = options.smoke, options.measured, options.audits
+    for row in options.rows:
         for contender, checkpointing in SIZES[row].runs:
-            yield Case(row, contender, checkpointing, smoke, measured)
+            yield Case(row, contender, checkpointing, *given)
 
 
 # ---- one contender, in a process of its own
@@ -159,6 +165,15 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def graphs_of(case: Case, model: nn.Module) -> GraphConfig | bool:
+    if case.contender == ACCELERATED:
+        return False
+    if case.audits:
+        return True
+    (layers,) = (name for name, _ in model.named_modules() if name.endswith("model.layers"))
+    return GraphConfig(f"{layers}.*", audit_every=None)
 
 
 def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -199,7 +214,7 @@ def measure(case: Case) -> dict[str, Any]:
     if case.contender != AS_IT_COMES:
         from moe_graphs.integrations.transformers import accelerate_model
 
-        accelerated = accelerate_model(model, graphs=case.contender != ACCELERATED)
+        accelerated = accelerate_model(model, graphs=graphs_of(case, model))
     optimizer = optimizer_of(case, model)
     generator = torch.Generator().manual_seed(3)
     losses, seconds = [], []
@@ -234,7 +249,8 @@ def measure(case: Case) -> dict[str, Any]:
         found["max_allocated_bytes"] = torch.cuda.max_memory_allocated()
     if accelerated is not None and case.contender != ACCELERATED:
         report = accelerated.graphs.report()
-        found["graphs"] = {"matched": report.matched, "eager_calls": report.eager_calls}
+        found["graphs"] = {"matched": report.matched, "eager_calls": report.eager_calls,
+                           "audit_seconds": report.audit_seconds}  # fmt: skip
     return found
 
 
@@ -267,6 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"what to run, by commas: {', '.join(SIZES)}",
     )
     parser.add_argument("--measured", type=int, default=MEASURED, help="steps that are timed")
+    parser.add_argument("--audits", action="store_true", help="time graphs with their audits")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for a contender")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -278,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"--rows: {', '.join(sorted(unknown))}: known are {', '.join(SIZES)}")
     environment, references, failed = stamp(options.commit), {}, 0
-    for case in cases(options.rows, options.smoke, options.measured):
+    for case in cases(options):
         found = in_own_process(__file__, [json.dumps(asdict(case))], options.timeout)
         reference = references.setdefault(case.row, found)
         line = {"benchmark": "fine_tuning", "tokens": case.tokens, **asdict(case)}

@@ -63,7 +63,7 @@ def test_the_loss_is_changed_on_the_model_that_uses_it(family):
 
 @pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_orders_are_alike_and_ask_for_nothing(family, task_type):
+def test_both_orders_replay_and_ask_for_nothing(family, task_type):
     model = with_lora(base(family), task_type)
     expected = losses(model, accelerate_model(model, graphs=False))
     for lora_first in (True, False):
@@ -73,7 +73,12 @@ def test_both_orders_are_alike_and_ask_for_nothing(family, task_type):
         accelerated = accelerate_model(model)
         if not lora_first:
             model = with_lora(model, task_type)
-        assert all(map(torch.equal, expected, losses(model, accelerated))), lora_first
+        found = losses(model, accelerated)
+        if lora_first:
+            assert all(map(torch.equal, expected, found))
+        else:  # PEFT's own forward, which rounds otherwise
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert ("apply PEFT before" in str(accelerated)) is not lora_first
         report = accelerated.graphs.report()
         assert report.eager_calls == {"warmup": 2 * 3}, lora_first
         assert report.matched == 2 * (STEPS - 3), lora_first

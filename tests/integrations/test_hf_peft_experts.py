@@ -234,7 +234,7 @@ def test_files_are_those_of_peft(tmp_path):
 def test_experts_that_stay_transformers_multiply_rows_as_well():
     expected = loss_and_gradients(built("gpt_oss", None)[0])
     model, accelerated = built("gpt_oss", "lora first")
-    (line,) = [each for each in accelerated.changes if each.part == "lora"]
+    (line,) = [each for each in accelerated.changes if each.what == "ParamWrapper"]
     assert line.done
     made = summed_weights(model)
     assert not made

@@ -15,6 +15,7 @@ from moe_graphs.config import GraphConfig
 from moe_graphs.engine.partial.graphs import Graphs, graph
 from moe_graphs.engine.report import Report
 from moe_graphs.integrations.transformers.adapted_experts import multiply_rows
+from moe_graphs.integrations.transformers.adapted_projections import adapt_projections
 from moe_graphs.integrations.transformers.caching import stop_caching
 from moe_graphs.integrations.transformers.changes import Change, Changes, trying
 from moe_graphs.integrations.transformers.checkpointing import (
@@ -102,6 +103,7 @@ def accelerate_model(
     model: nn.Module,
     *,
     experts: bool = True,
+    adapters: bool = True,
     norms: bool = True,
     residuals: bool = True,
     rotary: bool = True,
@@ -117,6 +119,9 @@ def accelerate_model(
     Args:
         experts: whole MoE blocks on our stages (``swap_moe_layers``), the experts of others on our
             grouped GEMMs (``register``).
+        adapters: PEFT's LoRA on linear layers as one op in the dtype of the frozen weight. PEFT
+            casts the rows to the dtype of its factors instead, which is fp32. PEFT has to be
+            applied before.
         norms: RMS norms on our kernels, those that compute just that (each class is tried on
             random numbers).
         rotary: positions of queries and keys turned in one kernel, where attention calls an
@@ -176,6 +181,8 @@ def accelerate_model(
     try:
         if experts:
             _change_experts(inner, done)
+        if adapters:
+            adapt_projections(inner, done)
         with trying():
             if norms:
                 change_norms(model, done)
