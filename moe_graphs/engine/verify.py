@@ -35,7 +35,7 @@ _CHUNK = 1 << 24  # elements whose bits are widened at once
 _NOISE = 16  # a factor for the difference of eager runs, because two runs are a small sample
 _ROUNDINGS = 2  # number of roundings by which a whole tensor may be off
 _PROJECTIONS, _SIDE = 8, 4096  # _SIDE squared is _CHUNK
-_ROUNDS = 4  # number of further runs of both if fingerprints differ
+_ROUNDS = 4  # number of further runs if something differs
 
 Left = Sequence[tuple[str, Tensor | None]]
 """Results of a run, by the names that messages use."""
@@ -130,27 +130,42 @@ class ByValue:
         again: Left,
         replayed: Left,
         beside: Callable[[], Difference | None],
-        another_run: Callable[[], Difference | None],
+        another_run: Callable[[], Left],
     ) -> Verdict:
         """Verdict on a recording that can be replayed only once.
+
+        Two eager runs may agree by chance in a tensor that varies. So a difference is compared with
+        further eager runs, before it counts.
 
         Args:
             again: results of a second eager run.
             beside: how the side effects of the replay differ from those of eager.
-            another_run: how another eager run differs from the first one.
+            another_run: runs eagerly once more.
         """
-        eager_varies = difference(eager, again) is not None
-        found = unexplained(eager, again, replayed)
-        if found is None and not eager_varies:
-            found = beside()
-        may_vary = _may_vary(found, eager_varies)
-        if self._anywhere(may_vary):
-            eager_varies |= varies(another_run, self._anywhere)
+        eager_varies, explained = difference(eager, again) is not None, set[str]()
+        found = unexplained(eager, again, replayed, explained)
+        of_effects = beside() if found is None and not eager_varies else None
+        found = found or of_effects
+        for number in range(_RUNS):
+            if not self._anywhere(_is_open(found, eager_varies, number)):
+                break
+            again = another_run()
+            eager_varies |= difference(eager, again) is not None
+            found = unexplained(eager, again, replayed, explained) or of_effects
         # If runs vary somewhere, sums in another order are no error.
         is_worse = found is not None and not (eager_varies and found.only_order_of_sums)
         if self._anywhere(is_worse):
             return Verdict(found or ELSEWHERE, eager_varies)
         return Verdict(None, eager_varies)
+
+
+def _is_open(found: Difference | None, eager_varies: bool, number: int) -> bool:
+    """Whether another eager run may explain a difference, after a number of further runs."""
+    if found is None:
+        return False
+    if found.only_order_of_sums:
+        return not eager_varies
+    return found.index is not None and number < _ROUNDS  # no index: None, or another shape
 
 
 def _may_vary(found: Difference | None, eager_varies: bool) -> bool:
@@ -264,13 +279,23 @@ def difference(eager: Left, replayed: Left) -> Difference | None:
     return first_difference(names, *([tensor for _, tensor in each] for each in (eager, replayed)))
 
 
-def unexplained(eager: Left, again: Left, replayed: Left) -> Difference | None:
-    """The first difference that is more than what two eager runs differ by."""
+def unexplained(
+    eager: Left, again: Left, replayed: Left, explained: set[str] | None = None
+) -> Difference | None:
+    """The first difference that is more than what two eager runs differ by.
+
+    Args:
+        explained: names of tensors that earlier runs have explained; those of this run are added.
+    """
+    explained = set() if explained is None else explained
+    first = None
     for one, other, last in zip(eager, again, replayed, strict=True):
-        found = difference([one], [last])
-        if found is not None and not is_noise(one[1], other[1], last[1]):
-            return found
-    return None
+        found = None if one[0] in explained else difference([one], [last])
+        if found is not None and is_noise(one[1], other[1], last[1]):
+            explained.add(one[0])
+        elif first is None:
+            first = found
+    return first
 
 
 def first_difference(

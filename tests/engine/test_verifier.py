@@ -99,11 +99,37 @@ def once(eager, again, replayed, beside=None, another=not_called, anywhere=bool)
 
 def test_one_replay_is_compared_with_two_eager_runs():
     assert once(X, X, X).difference is None
-    assert once(X, X, WRONG).difference.index == (0,)
+    assert once(X, X, WRONG, another=Runs(left(X))).difference.index == (0,)
     assert once(X, NEAR, X + 2e-3) == once(X, NEAR, NEAR)
     assert once(X, NEAR, NEAR).not_reproducible
-    assert once(X, NEAR, WRONG).difference is not None
-    assert once(X, NEAR, WRONG).not_reproducible
+    assert once(X, NEAR, WRONG, another=Runs(left(NEAR))).difference is not None
+    assert once(X, NEAR, WRONG, another=Runs(left(NEAR))).not_reproducible
+
+
+def test_two_eager_runs_that_agree_by_chance_hide_no_noise():
+    another = Runs(left(X), left(NEAR))
+    verdict = once(X, X, X + 2e-3, another=another)
+    assert verdict.difference is None
+    assert verdict.not_reproducible
+    assert another.count == 2
+
+
+def test_tensors_are_explained_by_different_runs():
+    def two(first, second):
+        return [("the gradient of a", first), ("the gradient of b", second)]
+
+    another = Runs(two(NEAR, X), two(X, NEAR))
+    verdict = ByValue(bool).replayed_once(
+        two(X, X), two(X, X), two(NEAR, NEAR), Runs(None), another
+    )
+    assert verdict.difference is None
+    assert another.count == 2
+
+
+def test_further_runs_explain_no_wrong_value():
+    another = Runs(left(NEAR))
+    assert once(X, X, WRONG, another=another).difference is not None
+    assert another.count == 4
 
 
 def test_none_is_no_zero():
@@ -113,14 +139,13 @@ def test_none_is_no_zero():
 
 def test_what_is_left_beside_the_results_counts_unless_eager_varies():
     found = Difference("the FP8 scales", (0,), 1.0, 2.0, 1)
-    assert once(X, X, X, Runs(found)).difference is found
+    assert once(X, X, X, Runs(found), Runs(left(X))).difference is found
     assert once(X, NEAR, X, not_called).difference is None
 
 
 @pytest.mark.parametrize("vary", [False, True])
 def test_sums_in_another_order_are_no_difference_if_eager_backwards_vary(vary):
-    a_sum = Difference("output 0", (0,), 1.0, 1.1, 1, only_order_of_sums=True)
-    verdict = once(X, X, ROUNDED, another=Runs(None, a_sum) if vary else Runs(None))
+    verdict = once(X, X, ROUNDED, another=Runs(left(X), left(NEAR)) if vary else Runs(left(X)))
     assert verdict.not_reproducible is vary
     assert (verdict.difference is None) is vary
 

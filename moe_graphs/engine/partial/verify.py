@@ -279,11 +279,11 @@ class Verification:
         def left(gradients: Sequence[Tensor | None]) -> Left:
             return list(zip(names, gradients, strict=True))
 
-        def another_run() -> Difference | None:
+        def another_run() -> Left:
             effects.again()
             with self._backend.on_stream():
-                found, gradients = compute_anew(self._backend, pending, incoming)
-            return found or difference(left(eager), left([gradients[u] for u in recorded.uses]))
+                _, gradients = compute_anew(self._backend, pending, incoming)
+            return left([gradients[use] for use in recorded.uses])
 
         verdict = ByValue(planned.ranks.any).replayed_once(
             left(eager), left(again), left(recorded.gradients), effects.difference, another_run

@@ -164,13 +164,7 @@ def accelerate_model(
     """
     if whole_steps and isinstance(graphs, GraphConfig):
         raise ValueError("whole_steps and a GraphConfig of layers: choose one of the two")
-    if lengths is None:
-        lengths = bool(graphs if isinstance(graphs, bool) else graphs.shapes > 1)
-        lengths = lengths and not whole_steps
-    elif lengths and whole_steps:
-        raise ValueError("whole_steps and lengths: pad in the collator, static_batch(lengths=...)")
-    elif lengths and isinstance(graphs, GraphConfig) and graphs.shapes == 1:
-        raise ValueError(f"lengths and GraphConfig(shapes=1): take shapes={SHAPES}, for instance")
+    lengths = _checked_lengths(lengths, graphs, whole_steps)
     if not hasattr(model, "set_experts_implementation"):
         raise ValueError(
             f"accelerate_model takes a PreTrainedModel of transformers 5, got a "
@@ -209,6 +203,19 @@ def accelerate_model(
         done.undo()
         raise
     return done
+
+
+def _checked_lengths(
+    lengths: Sequence[int] | bool | None, graphs: GraphConfig | bool, whole_steps: bool
+) -> Sequence[int] | bool:
+    if lengths is None:
+        has_shapes = graphs if isinstance(graphs, bool) else graphs.shapes > 1
+        return has_shapes and not whole_steps
+    if lengths and whole_steps:
+        raise ValueError("whole_steps and lengths: pad in the collator, static_batch(lengths=...)")
+    if lengths and isinstance(graphs, GraphConfig) and graphs.shapes == 1:
+        raise ValueError(f"lengths and GraphConfig(shapes=1): take shapes={SHAPES}, for instance")
+    return lengths
 
 
 def without_wrappers(model: Any) -> Any:
