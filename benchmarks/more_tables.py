@@ -31,7 +31,7 @@ LORA = {
     "all_weights_4_layers": "4 layers, all weights",
 }
 LORA_ROW_OF = {16_384: "attention_16k", 2_048: "attention_2k"}
-FULL_SIZE = ("attention_16k", "attention_2k")
+FULL_SIZE = ("attention_16k", "experts_16k", "attention_2k")
 
 
 def accumulated(lines: list[Line]) -> str:
@@ -129,7 +129,8 @@ def _lora(lines: list[Line]) -> Iterator[Row]:
         first, *others = runs[row]
         best = max(others, key=lambda line: line["tokens_per_second"])
         rate = best["tokens_per_second"]
-        what = f"LoRA, all 48 layers of Qwen3-30B-A3B, {first['tokens']:,} tokens a step"
+        lora = "LoRA, on experts, too" if row == "experts_16k" else "LoRA"
+        what = f"{lora}, all 48 layers of Qwen3-30B-A3B, {first['tokens']:,} tokens a step"
         flops = 1e12 * best["model_tflops"] / rate
         alike = best["checkpointing"] == first["checkpointing"]
         how = f"`{best['contender']}`{'' if alike else _with_or_without(best)}"
@@ -158,7 +159,34 @@ def lora(lines: list[Line]) -> str:
     note = (
         "Qwen3-30B-A3B with all of its 48 layers unless a row says other sizes, random weights, "
         "bf16; LoRA of rank 16 with torch's fused AdamW, all weights with ours; losses equal to "
-        "rounding."
+        "rounding. Graphs are timed without audits."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
+def trl(lines: list[Line]) -> str:
+    """TRL's trainers as they come, and with ``GraphCallback``."""
+    rows, used = [], []
+    runs: dict[str, dict[Any, list[Line]]] = {}
+    for line in Select("trl_trainers", {"smoke": False}, gpu=H100).lines(lines):
+        if not line.failed:
+            runs.setdefault(line["trainer"], {}).setdefault(line.run, []).append(line)
+    for trainer, of_trainer in runs.items():
+        plain, graphed = of_trainer[max(of_trainer)]
+        for line in (plain, graphed):
+            rows.append([
+                f"`{trainer.upper()}Trainer`" if line is plain else "",
+                line["contender"] if line is plain else f"`{line['contender']}`",
+                f"{line['step_ms']:.0f} ms", f"{line['tokens_per_second']:,.0f}",
+                times(line["tokens_per_second"] / plain["tokens_per_second"]),
+                "" if line is plain else f"{100 * line['share']:.0f}%",
+                f"{line['max_allocated_bytes'] / 2**30:.1f} GiB",
+            ])  # fmt: skip
+            used.append(line)
+    header = "trainer | contender | step | tokens/s | x | replayed | allocated at most"
+    note = (
+        "Every option at its default, audits as well; Qwen3-MoE of 12 small layers with LoRA on "
+        "attention, texts of up to 1,000 words; steps behind the 20th. Tokens leave out padding."
     )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
