@@ -329,10 +329,10 @@ def test_blocks_do_not_nest_and_need_layers_and_calls():
 
 @pytest.mark.gpu
 def test_numbers_on_a_gpu_are_read_late():
-    layer = MoELayer(
-        MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16), 32, LocalDispatcher(), device="cuda"
-    )
-    hidden, good = torch.randn(8, 32, device="cuda"), torch.tensor([[0, 1]] * 8, device="cuda")
+    config = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=64)
+    layer = MoELayer(config, 64, LocalDispatcher(), device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    good = torch.tensor([[0, 1]] * 8, device="cuda")
     with routing.replay(layer, [good + 3]):
         layer(hidden)
     torch.cuda.synchronize()

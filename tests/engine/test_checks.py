@@ -35,8 +35,11 @@ def build(device: str) -> nn.Module:
     return nn.Sequential(Layer(), nn.Tanh()).to(device)
 
 
-def scopes(model: nn.Module) -> tuple[Callable[[Tensor], Tensor], moe_graphs.Graphs]:
-    graphs = moe_graphs.graph(model, GraphConfig("*0", warmup_steps=1, on_mismatch="error"))
+def scopes(
+    model: nn.Module, audit_every: int | str | None = "auto"
+) -> tuple[Callable[[Tensor], Tensor], moe_graphs.Graphs]:
+    config = GraphConfig("*0", warmup_steps=1, on_mismatch="error", audit_every=audit_every)
+    graphs = moe_graphs.graph(model, config)
 
     def step(x: Tensor) -> Tensor:
         with graphs.step():
@@ -96,7 +99,7 @@ def test_a_check_that_fails_is_an_error_with_its_line(device, engine):
 @pytest.mark.gpu
 def test_a_check_is_read_without_waiting_at_the_next_step():
     model = build("cuda")
-    step, graphs = scopes(model)
+    step, graphs = scopes(model, audit_every=None)  # audits wait for the device
     x = torch.ones(2, WIDTH, device="cuda")
     for _ in range(3):
         step(x)

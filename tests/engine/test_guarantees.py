@@ -193,6 +193,8 @@ class Run:
         UNKNOWN[device] = torch.Generator(device).manual_seed(0)
         SETTINGS["gain"] = 1.0
         self.model = Model(self.row).to(device)
+        scope = self.model.scope
+        scope.total, scope.mean = scope.total.to(device), scope.mean.to(device)
         self.batches = torch.Generator().manual_seed(1)
         self.named: list[str] = []
         self.seen: list[torch.Tensor] = []

@@ -99,7 +99,13 @@ def test_given_experts_equal_fp64(name):
     check(got[1], theirs[1], want[1])
     own = route(hidden, weight, bias, rule)
     again = route(hidden, weight, bias, rule, own.experts_TK)
-    assert all(map(torch.equal, own, again))
+    assert torch.equal(own.experts_TK, again.experts_TK)
+    assert torch.equal(own.counts_E, again.counts_E)
+    # Two kernels, which Triton lays out for itself: their sums over experts have other orders.
+    torch.testing.assert_close(own.weights_TK, again.weights_TK, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(own.aux_loss, again.aux_loss, rtol=1e-5, atol=1e-7)
+    once_more = route(hidden, weight, bias, rule, own.experts_TK)
+    assert all(map(torch.equal, again, once_more))
 
 
 @pytest.mark.parametrize("name", WIDE)

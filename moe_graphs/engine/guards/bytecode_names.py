@@ -696,17 +696,34 @@ def _loaded_by(code: types.CodeType) -> frozenset[str]:
             owners.setdefault(each.argval, set()).add(_last(owner))
     written = set(chain.from_iterable(map(_variables_written, instructions)))
     around = [(i.offset, i.argval) for i in instructions if i.opcode in dis.hasjrel]
+    of_handlers = set[str]()
     bytecode: Any = dis.Bytecode(code)  # its exception entries are in no stub
-    around += [(entry.start, entry.target) for entry in bytecode.exception_entries]
+    for entry in bytecode.exception_entries:
+        end = _end_of_skipped(instructions, entry.start, entry.target)
+        around.append((entry.start, end))
+        if end < entry.target:
+            of_handlers |= {i.argval for i in instructions
+                            if i.offset >= entry.target and i.opcode in dis.hasname}  # fmt: skip
     assigned = {
         name
         for name, each in first.items()
         if each.opname == "STORE_ATTR"
+        and name not in of_handlers
         and len(owners[name]) == 1
         and owners[name].isdisjoint(written)
         and not any(start < each.offset < end for start, end in around)
     }
     return _names_of(code) - (assigned - _strings_of(code))
+
+
+def _end_of_skipped(instructions: list[dis.Instruction], start: int, target: int) -> int:
+    """The end of the code that an exception may skip, whose handler begins at ``target``.
+
+    Python 3.12 and newer put handlers behind the function and jump back from there.
+    """
+    back = (i.argval for i in instructions
+            if i.offset >= target and i.opname.startswith("JUMP_BACKWARD"))  # fmt: skip
+    return max((offset for offset in back if start < offset < target), default=target)
 
 
 @functools.cache

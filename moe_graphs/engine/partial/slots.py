@@ -78,6 +78,8 @@ from moe_graphs.engine.tracing import mismatch_of_memory
 from moe_graphs.engine.verify import Difference, same_bits, warn
 from moe_graphs.errors import CaptureError, GraphError
 
+_SEVERAL_SHAPES = "several_shapes"  # the reason why gradients are copied
+
 # ---- one call site of a slot: what was recorded there, and what its replays change
 
 
@@ -131,8 +133,13 @@ class PlannedCall:
             is_signed=False,
             copied_outputs=set(),
             eager_backwards=Counter(),
-            copies_gradients="several_shapes",
+            copies_gradients=_SEVERAL_SHAPES,
         )
+
+    @property
+    def is_of_later_shape(self) -> bool:
+        """Whether graphs of other shapes were captured in its memory pool before."""
+        return self.copies_gradients == _SEVERAL_SHAPES
 
     @property
     def recomputes(self) -> bool:
@@ -262,8 +269,9 @@ class CallSite:
             BufferLease(forward.outputs[numbers[0]], outputs=numbers)
             for numbers in on_storage.values()
         ]
-        if self.planned.recomputes:
-            # On a GPU the lease of an output that no backward saves did not see its holder.
+        # On a GPU the lease of an output that no backward saves did not see its holder. Outputs of
+        # a later shape lie where graphs of earlier shapes work.
+        if self.planned.recomputes or self.planned.is_of_later_shape:
             self.planned.copied_outputs.update(range(len(forward.outputs)))
 
     def is_in_place(self, index: int, leaf: Tensor) -> bool:
