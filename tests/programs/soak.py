@@ -264,13 +264,14 @@ def measured(soak: Soak) -> dict[str, Any]:
 def run(
     engine: str, device: str, steps: int, seconds: float = float("inf"), *, shorter: int = 1
 ) -> tuple[list[dict[str, Any]], Soak]:
-    """Runs so many steps, or so many seconds; returns twenty measurements."""
+    """Runs so many steps, or so many seconds; returns the measurements, twenty in both cases."""
     soak, lines, started = Soak(engine, device, shorter=shorter), [], time.time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GraphWarning)
         for number in range(1, steps + 1):
             soak.step()
-            if number % max(1, steps // 20) == 0:
+            of_time = 20 * (time.time() - started) / seconds
+            if number % max(1, steps // 20) == 0 or of_time >= len(lines) + 1:
                 lines.append(measured(soak))
                 print(json.dumps(lines[-1]), flush=True)
             if time.time() - started > seconds:
