@@ -112,9 +112,36 @@ def test_a_hook_that_comes_later_runs_and_is_named():
     seen = []
     projection = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
     projection.lora_A["default"].register_forward_hook(lambda *_: seen.append(1))
-    with pytest.warns(GraphWarning, match="hooks on the layer within or on a factor"):
+    with pytest.warns(GraphWarning, match="hooks or a forward on the layer within or on a factor"):
         loss_and_gradients(model)
     assert seen
+
+
+def test_a_forward_of_others_on_the_layer_within_runs():
+    """Accelerate replaces it for weights that lie elsewhere until they are needed."""
+    model, seen = with_lora(), []
+    projection = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    own = projection.base_layer.forward
+    projection.base_layer.forward = lambda x: seen.append(1) or own(x)
+    done, left = of_linear_layers(accelerate_model(model, graphs=False))
+    assert (done.count, left.count, left.done) == (2 * len(TARGETS) - 1, 1, False)
+    loss_and_gradients(model)
+    assert seen
+
+
+class Packed(torch.Tensor):
+    """A weight of another library's class."""
+
+
+def test_weights_that_are_no_plain_tensors_stay_peft_s():
+    model = with_lora()
+    base = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").base_layer
+    packed = base.weight.detach().as_subclass(Packed)
+    base.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert type(base.weight) is not torch.nn.Parameter
+    (left,) = [each for each in of_linear_layers(accelerate_model(model, graphs=False))
+               if not each.done]  # fmt: skip
+    assert "no plain tensors" in left.note
 
 
 def train(model, accelerated, between=lambda step: None):

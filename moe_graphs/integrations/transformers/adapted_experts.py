@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import Counter
 from typing import Any
 
 from torch import Tensor, nn
 
 from moe_graphs.errors import GraphWarning
 from moe_graphs.integrations.peft import SUMMED, innermost, lora_of, why_summed, wrappers_around
-from moe_graphs.integrations.transformers.changes import Change, Changes, by_class
+from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import (
     NAME,
     experts_with_lora,
@@ -26,13 +25,13 @@ from moe_graphs.integrations.transformers.experts_interface import (
 def multiply_rows(model: nn.Module, done: Changes) -> None:
     """Lets experts with PEFT's wrappers multiply their rows. ``done`` takes the changes."""
     found = _outermost(model)
-    reasons = [why_no_lora(innermost(module)) for module in found]
-    served = [module for module, reason in zip(found, reasons, strict=True) if reason is None]
-    for same in by_class(served):
-        done.changed_classes("lora", same, _multiplying, "on experts: factors multiply the rows")
-    for reason, count in Counter(reason for reason in reasons if reason is not None).items():
-        done.left("lora", "ParamWrapper", count, f"{reason}: {SUMMED}")
+    note = "on experts: factors multiply the rows"
+    done.changed_unless("lora", found, _why_not, _multiplying, note, SUMMED)
     done.watch(functools.partial(_later, model, set(map(id, found))))
+
+
+def _why_not(module: nn.Module) -> str | None:
+    return why_no_lora(innermost(module))
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:

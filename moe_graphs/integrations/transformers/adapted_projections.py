@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import Counter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.errors import GraphWarning
-from moe_graphs.integrations.transformers.changes import Change, Changes, by_class, makers_of
+from moe_graphs.integrations.transformers.changes import Change, Changes, makers_of
 from moe_graphs.kernels.lora_linear import lora_linear
 
 OWN = "PEFT's own forward casts rows to the dtype of the factors"
@@ -25,12 +24,8 @@ OWN = "PEFT's own forward casts rows to the dtype of the factors"
 def adapt_projections(model: nn.Module, done: Changes) -> None:
     """Lets PEFT's linear layers multiply in the dtype of their weights. ``done`` takes changes."""
     found = _projections(model)
-    reasons = [_why_own(module) for module in found]
-    served = [module for module, reason in zip(found, reasons, strict=True) if reason is None]
-    for same in by_class(served):
-        done.changed_classes("lora", same, _one_op, "on linear layers: one op in their dtype")
-    for reason, count in Counter(reason for reason in reasons if reason is not None).items():
-        done.left("lora", "Linear", count, f"{reason}: {OWN}")
+    note = "on linear layers: one op in their dtype"
+    done.changed_unless("lora", found, _why_own, _one_op, note, OWN)
     done.watch(functools.partial(_later, model, set(map(id, found))))
 
 
@@ -57,6 +52,8 @@ def _why_own(module: Any) -> str | None:
     base = module.base_layer
     if type(base) is not nn.Linear or any(each.requires_grad for each in base.parameters()):
         return "the layer within is no frozen nn.Linear"
+    if any(type(each) is not nn.Parameter for each in base.parameters()):
+        return "weights that are no plain tensors"
     active = _active(module)
     if len(active) > 1 and any(_drops(module, name) for name in active):
         return "several adapters with dropout"
@@ -66,8 +63,8 @@ def _why_own(module: Any) -> str | None:
             return "DoRA or another variant of LoRA"
         if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
             return "factors that are no plain matrices"
-        if any(map(any, map(hooks_of, (base, a, b)))):
-            return "hooks on the layer within or on a factor"
+        if any(any(hooks_of(each)) or "forward" in vars(each) for each in (base, a, b)):
+            return "hooks or a forward on the layer within or on a factor"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,29 @@ class Changes:
         kind: Any = type(modules[0])
         undo = change_class(modules, derived(kind, maker))
         self.changed(part, kind.__name__, len(modules), note, undo)
+
+    def changed_unless(
+        self,
+        part: str,
+        modules: list[Any],
+        why_not: Callable[[Any], str | None],
+        maker: Callable[[type[Any]], Any],
+        note: str,
+        otherwise: str,
+    ) -> None:
+        """Changes the classes of modules, except where ``why_not`` has a reason.
+
+        Args:
+            otherwise: what holds for the modules that are left; it stands behind the reason.
+        """
+        reasons = list(map(why_not, modules))
+        served = [module for module, why in zip(modules, reasons, strict=True) if why is None]
+        for same in by_class(served):
+            self.changed_classes(part, same, maker, note)
+        left = Counter((type(module).__name__, why)
+                       for module, why in zip(modules, reasons, strict=True) if why)  # fmt: skip
+        for (what, why), count in left.items():
+            self.left(part, what, count, f"{why}: {otherwise}")
 
     def add(self, others: Changes) -> None:
         """Adds all changes of ``others``, which are undone together."""
