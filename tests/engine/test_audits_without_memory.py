@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, GraphWarning
 from moe_graphs.engine import audit
 from moe_graphs.engine.audit import Comparison
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.tensors import tensor_leaves
 from training_runs import DEVICES
 
@@ -254,26 +257,52 @@ def test_missing_bytes_are_read_from_the_message(message, missing):
     assert audit._missing_bytes(torch.OutOfMemoryError(message)) == missing
 
 
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 300), (0.9, 300), (0.75, 50), (0.5, -200)])
+def test_free_memory_is_what_the_process_may_still_take(fraction, free, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700 - 100 * (fraction > 0.8))
+    assert Backend.free_bytes(SimpleNamespace(device=torch.device("cuda"))) == free
+
+
 @pytest.mark.gpu
 @on_engines
 def test_memory_of_a_gpu_that_may_not_be_taken(engine):
-    """The process may take no more memory than replays need, so an audited call does not fit."""
-    rows, found = 1 << 20, []
+    """The process may take no more memory than replays need, so no call is audited."""
+    run, losses = limited(engine, lambda backend: None)
+    assert losses[0] == losses[1]
+    assert run.handle.report().audits_skipped["memory"] >= 1
+    assert run.handle.report().audits_missed_bytes > 0
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_that_runs_out_in_an_audit(monkeypatch):
+    """Nobody knows how much memory is free, so the audit of a whole step begins."""
+
+    def unknown(backend: Any) -> None:
+        monkeypatch.setattr(backend, "free_bytes", lambda: None)
+
+    with pytest.warns(GraphWarning, match="memory ran out in an audit"):
+        run, losses = limited("whole steps", unknown)
+    assert losses[0] == losses[1]
+    assert run.handle.report().audits_skipped["memory"] >= 1
+
+
+def limited(engine: str, prepare: Callable[[Any], None]) -> tuple[Training, list[list[float]]]:
+    """Trains eagerly and with an engine, one step of which may take no more memory."""
+    found = []
     for each in (None, engine):
         options = {} if each is None else {"audit_every": 10_000}
-        run = Training(each, "cuda", rows=rows, **options)
+        run = Training(each, "cuda", rows=1 << 20, **options)
         losses = [run.step().item() for _ in range(WARM)]
         if each is not None:
+            prepare(run.backend())
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
             run.handle.audit_soon()
-            try:
-                with pytest.warns(GraphWarning, match="memory ran out in an audit"):
-                    losses.append(run.step().item())
-            finally:
-                torch.cuda.set_per_process_memory_fraction(1.0)
-            assert run.handle.report().audits_skipped["memory"] >= 1
-        else:
+        try:
             losses.append(run.step().item())
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
         found.append([*losses, *(run.step().item() for _ in range(3))])
-    assert found[0] == found[1]
+    return run, found

@@ -128,8 +128,15 @@ class Backend(abc.ABC):
         return f" ({free / 2**20:.0f} of {total / 2**20:.0f} MiB free)"
 
     def free_bytes(self) -> int | None:
-        """Bytes that are free on the device, or None if nobody knows."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        """Bytes that this process may still take on the device, or None if nobody knows.
+
+        ``torch.cuda.set_per_process_memory_fraction`` may allow fewer than are free.
+        """
+        if self.device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
+        return min(free, allowed - torch.cuda.memory_reserved(self.device))
 
     @abc.abstractmethod
     def release(self) -> None:
