@@ -304,6 +304,9 @@ def reason_to_copy(
     """
     if type(gradient) is not Tensor or type(parameter) not in (Tensor, nn.Parameter):
         return "other_type"
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    if any(getattr(hook, "frees_gradient", False) for hook in hooks.values()):
+        return "freed_in_backward"
     shared = [each for each in gradients if each is not None and _on_one_memory(each, gradient)]
     whole = gradient.untyped_storage().nbytes() == gradient.nbytes
     if not made.made(gradient) or len(shared) > 1 or not whole:

@@ -271,6 +271,9 @@ COPIED_GRADIENTS: Mapping[str, Reason] = {
         "the gradient has another layout or dtype than the weight", "nothing to do"
     ),
     "other_type": Reason("weight or gradient is of a class of its own (DTensor)", "nothing to do"),
+    "freed_in_backward": Reason(
+        "a hook updates the weight within the backward and frees its gradient", "nothing to do"
+    ),
     "not_observed": Reason("callables have no warm-up that shows who uses .grad", "nothing to do"),
     "hooks": Reason("the weight has a gradient hook", "remove the hook if you can"),
     "asked_for": Reason("torch.autograd.grad has asked for the gradient", "nothing to do"),

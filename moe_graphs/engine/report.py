@@ -60,10 +60,10 @@ class ScopeReport(CountedCalls):
         gradients_in_place: how many weight gradients its graphs leave where ``.grad`` finds them.
         copied_gradients: reason -> how many weight gradients are copied. A lasting reason counts a
             gradient once: "grad_never_none", "several_slots", "several_shapes", "split",
-            "used_twice", "shared_memory", "other_layout". The other reasons count each copy of a
-            gradient that otherwise stays in place: "hooks", "asked_for" (``autograd.grad``),
-            "still_held" (moved away before the memory was written again), "view_held" (from then on
-            it is always copied).
+            "used_twice", "shared_memory", "other_layout", "freed_in_backward". The other reasons
+            count each copy of a gradient that otherwise stays in place: "hooks", "asked_for"
+            (``autograd.grad``), "still_held" (moved away before the memory was written again),
+            "view_held" (from then on it is always copied).
     """
 
     name: str

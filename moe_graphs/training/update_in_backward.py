@@ -133,6 +133,8 @@ class UpdateInBackward:
             optimizer.update(group, [(number, parameter)])
         parameter.grad = None
 
+    _update.frees_gradient = True  # type: ignore[attr-defined]  # graphs keep no memory for it
+
     def _end_step(self, *_: Any) -> None:
         if self._updated:
             self.grad_norm.copy_(torch.linalg.vector_norm(self._norms))

@@ -217,6 +217,9 @@ def test_graphs_change_no_bit(device):
     report = graphs.report()
     assert report.eager_calls.keys() == {"warmup"}
     assert report.matched == 2 * (STEPS - 3)
+    # Memory in place would be that of all gradients.
+    assert [scope.gradients_in_place for scope in report.scopes] == [0] * len(report.scopes)
+    assert all(scope.copied_gradients["freed_in_backward"] for scope in report.scopes)
 
 
 @on_devices
