@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -114,13 +114,19 @@ def _shown(lines: list[Line], benchmark: str) -> list[Line]:
 
 def _lora_runs(lines: list[Line]) -> dict[str, list[Line]]:
     """Lines of the newest run of each row, the one of transformers first."""
-    found: dict[str, dict[Any, list[Line]]] = {}
     where = {"smoke": False}
-    for line in (*Select("lora", where).lines(lines), *Select("fine_tuning", where).lines(lines)):
+    given = (*Select("lora", where).lines(lines), *Select("fine_tuning", where).lines(lines))
+    found = _newest_runs(given, lambda line: line.get("row") or LORA_ROW_OF[line["tokens"]])
+    return {row: found[row] for row in LORA if row in found}
+
+
+def _newest_runs(lines: Iterable[Line], row_of: Callable[[Line], str]) -> dict[str, list[Line]]:
+    """Lines of the newest run of each row, without those that failed."""
+    found: dict[str, dict[Any, list[Line]]] = {}
+    for line in lines:
         if not line.failed:
-            row = line.get("row") or LORA_ROW_OF[line["tokens"]]
-            found.setdefault(row, {}).setdefault(line.run, []).append(line)
-    return {row: found[row][max(found[row])] for row in LORA if row in found}
+            found.setdefault(row_of(line), {}).setdefault(line.run, []).append(line)
+    return {row: runs[max(runs)] for row, runs in found.items()}
 
 
 def _lora(lines: list[Line]) -> Iterator[Row]:
@@ -167,12 +173,8 @@ def lora(lines: list[Line]) -> str:
 def trl(lines: list[Line]) -> str:
     """TRL's trainers as they come, and with ``GraphCallback``."""
     rows, used = [], []
-    runs: dict[str, dict[Any, list[Line]]] = {}
-    for line in Select("trl_trainers", {"smoke": False}, gpu=H100).lines(lines):
-        if not line.failed:
-            runs.setdefault(line["trainer"], {}).setdefault(line.run, []).append(line)
-    for trainer, of_trainer in runs.items():
-        plain, graphed = of_trainer[max(of_trainer)]
+    given = Select("trl_trainers", {"smoke": False}, gpu=H100).lines(lines)
+    for trainer, (plain, graphed) in _newest_runs(given, lambda line: line["trainer"]).items():
         for line in (plain, graphed):
             rows.append([
                 f"`{trainer.upper()}Trainer`" if line is plain else "",
