@@ -6,7 +6,7 @@
 Each trainer runs as it comes, and with `GraphCallback()`. The model is a Qwen3-MoE of 12 small
 layers with random weights (`LAUNCH_BOUND` of `fine_tuning.py`) and LoRA on attention. Texts have up
 to 1,000 random words, 200 in the middle. Every option of the trainer is at its default but the
-number of steps. Each contender runs in a process of its own.
+number of steps (`--steps`). Each contender runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from own_process import in_own_process, leave
 
 TRAINERS = ("sft", "dpo", "grpo")
 CONTENDERS = ("as it comes", "GraphCallback")
-STEPS, BEHIND = 80, 20  # steps of a run, and those before what is measured
+BEHIND = 20  # steps before what is measured
 WORDS = 2000
 
 
@@ -87,14 +87,14 @@ def texts(count: int, longest: int, seed: int) -> list[str]:
     return [" ".join(f"w{draw.randrange(WORDS)}" for _ in range(length)) for length in lengths]
 
 
-def trainer_of(name: str, smoke: bool, folder: str, callbacks: list[Any]) -> Any:
+def trainer_of(name: str, smoke: bool, steps: int, folder: str, callbacks: list[Any]) -> Any:
     import trl
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     on_gpu, longest = torch.cuda.is_available(), 100 if smoke else 1000
-    count = 8 * STEPS
+    count = 8 * steps
     sizes = (SMALL if smoke else LAUNCH_BOUND) | {"vocab_size": WORDS + 2}
     config = Qwen3MoeConfig(**sizes, experts_implementation="grouped_mm", eos_token_id=0)
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def trainer_of(name: str, smoke: bool, folder: str, callbacks: list[Any]) -> Any
         "grpo": {"prompt": first},
     }[name]  # fmt: skip
     kind = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO"}[name]
-    given: dict[str, Any] = {"max_steps": BEHIND + 4 if smoke else STEPS, "logging_steps": 1}
+    given: dict[str, Any] = {"max_steps": steps, "logging_steps": 1}
     if name == "grpo":
         given |= {"max_completion_length": 16} if smoke else {}
     options = getattr(trl, f"{kind}Config")(
@@ -129,14 +129,14 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(text.count("1")) for text in completions]
 
 
-def measure(name: str, contender: str, smoke: bool) -> dict[str, Any]:
+def measure(name: str, contender: str, smoke: bool, steps: int) -> dict[str, Any]:
     from moe_graphs.integrations.transformers import GraphCallback
 
     graphed = GraphCallback() if contender == "GraphCallback" else None
     measured = Measured(graphed)
     callbacks = [measured] if graphed is None else [graphed, measured]
     with tempfile.TemporaryDirectory() as folder:
-        trainer_of(name, smoke, folder, callbacks).train()
+        trainer_of(name, smoke, steps, folder, callbacks).train()
     seconds = measured.seconds[BEHIND:]
     tokens = [int(each) for each in measured.tokens[BEHIND:]]
     found: dict[str, Any] = {
@@ -169,20 +169,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", help="a file of JSON lines to append to")
     parser.add_argument("--commit", help="the commit to stamp, where .git does not say it")
     parser.add_argument("--trainers", default=",".join(TRAINERS), help="by commas")
+    parser.add_argument("--steps", type=int, default=80, help=f"of a run; {BEHIND} do not count")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for a contender")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
-        print(json.dumps(measure(*options.one, options.smoke)))
+        print(json.dumps(measure(*options.one, options.smoke, options.steps)))
         return 0
     names = options.trainers.split(",")
     if set(names) - set(TRAINERS):
         parser.error(f"--trainers: known are {', '.join(TRAINERS)}")
+    if options.steps <= BEHIND:
+        parser.error(f"--steps: more than {BEHIND}, the steps that do not count")
     environment, failed = stamp(options.commit), 0
     for name in names:
         for contender in CONTENDERS:
-            more = ["--smoke"] if options.smoke else []
+            more = ["--steps", str(options.steps), *(["--smoke"] if options.smoke else [])]
             found = in_own_process(__file__, [name, contender, *more], options.timeout)
             line = {"benchmark": "trl_trainers", "trainer": name, "contender": contender,
                     "smoke": options.smoke, **found, "environment": environment}  # fmt: skip

@@ -14,7 +14,7 @@ import trl_trainers
 @pytest.mark.long
 def test_both_contenders_leave_a_line(tmp_path):
     out = tmp_path / "lines.jsonl"
-    given = ["--smoke", "--trainers", "sft", "--out", str(out), "--commit", "c"]
+    given = ["--smoke", "--trainers", "sft", "--steps", "24", "--out", str(out), "--commit", "c"]
     assert trl_trainers.main(given) == 0
     plain, graphed = [json.loads(line) for line in out.read_text().splitlines()]
     assert plain["error"] is None
@@ -27,3 +27,9 @@ def test_unknown_trainers_are_an_error(capsys):
     with pytest.raises(SystemExit):
         trl_trainers.main(["--trainers", "ppo"])
     assert "known are sft, dpo, grpo" in capsys.readouterr().err
+
+
+def test_a_run_needs_more_steps_than_do_not_count(capsys):
+    with pytest.raises(SystemExit):
+        trl_trainers.main(["--steps", "20"])
+    assert "more than 20" in capsys.readouterr().err
