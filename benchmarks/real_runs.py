@@ -37,7 +37,7 @@ from typing import Any
 from rich.table import Table
 
 import environment
-from moe_graphs.lm.run_presets import presets
+from moe_graphs import registry
 from moe_graphs.terminal import make_console
 from timed_replays import NotReplayed, check_replayed
 
@@ -160,7 +160,7 @@ def measure(run: Planned, more: Sequence[str], gpu: str | None, folder: Path, en
         late = "ended as --seconds are over; " if time.monotonic() >= end else ""
         return row | {"error": f"{late}exit status {code}: {last}"}
     try:
-        row |= collect(out, heard, presets()[run.preset]().evaluate_every)
+        row |= collect(out, heard, registry.PRESETS[run.preset]().evaluate_every)
         check_replayed(None if row["report"] is None else SimpleNamespace(**row["report"]))
     except (NotReplayed, ValueError) as error:
         row["error"] = str(error)  # beside what it has measured

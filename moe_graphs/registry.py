@@ -123,6 +123,25 @@ PROJECTIONS = Registry(
         "transformer_engine": "moe_graphs.integrations.transformer_engine:te_linear",
     },
 )
+PRESETS = Registry(
+    "preset",
+    {
+        "tiny": "moe_graphs.lm.run_presets:tiny",
+        "small": "moe_graphs.lm.run_presets:small",
+    },
+)
+MODELS = Registry(
+    "model",
+    {
+        "mixtral-8x7b": "moe_graphs.layers.architectures:mixtral_8x7b",
+        "qwen3-30b-a3b": "moe_graphs.layers.architectures:qwen3_30b_a3b",
+        "qwen3-235b-a22b": "moe_graphs.layers.architectures:qwen3_235b_a22b",
+        "olmoe-1b-7b": "moe_graphs.layers.architectures:olmoe_1b_7b",
+        "deepseek-v3": "moe_graphs.layers.architectures:deepseek_v3",
+        "llama3-8b": "moe_graphs.layers.architectures:llama3_8b",
+        "llama3.1-405b": "moe_graphs.layers.architectures:llama3_1_405b",
+    },
+)
 FP8_RECIPES = Registry(
     "fp8",
     {

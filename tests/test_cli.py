@@ -125,7 +125,7 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--preset", "huge"], "'huge' is not one of tiny, small"),
+        (["--preset", "huge"], "preset: 'huge' is unknown: choose one of tiny, small"),
         (["--scopes", "atn"], "did you mean 'attn'"),
         (
             ["--impl", "none", "--scopes", "attn"],
@@ -148,7 +148,7 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--device", "cpu:1"], "device: 'cpu:1' is none of"),
         (["--device", "cuda:x"], "device: 'cuda:x' is none of"),
         (["--device", ""], "device: '' is none of"),
-        (["--preset", ""], "'' is not one of tiny, small"),
+        (["--preset", ""], "preset: '' is unknown: choose one of tiny, small"),
         (["--scopes", ""], "--scopes: '' names none: name scopes"),
         (["--seed", 2**64], "seed: 18446744073709551616 must be from -2**63 to 2**64 - 1"),
         (["--seed", -(10**30)], "seed: -1000000"),

@@ -16,8 +16,8 @@ import moe_graphs
 import readme_tables as tables
 from lm_runs import small_preset
 from moe_graphs.layers import LanguageModel
-from moe_graphs.lm.run_presets import presets
 from moe_graphs.pipelines.builders import one_f_one_b
+from moe_graphs.registry import PRESETS
 from moe_graphs.training.capturable import tensor_hyperparameters
 from moe_graphs.training.grad_scaler import GradScaler
 
@@ -226,8 +226,8 @@ def test_scopes_are_those_of_the_configuration():
 
 def test_presets_are_those_of_the_table():
     said = dict(re.findall(r"^\| `(\w+)`, .*?([\d.]+) M parameters", PERFORMANCE, re.MULTILINE))
-    assert set(said) == set(presets())
-    for name, make in presets().items():
+    assert set(said) == set(PRESETS)
+    for name, make in PRESETS.items():
         preset = make()
         assert preset.training.sequence_length <= preset.model.max_sequence_length
         parameters = LanguageModel(preset.model, device="meta").num_parameters()

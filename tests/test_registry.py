@@ -18,8 +18,20 @@ from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.expert_backends import ExpertsBackend
 from moe_graphs.lm.optimizers import make_optimizer_state
-from moe_graphs.registry import DISPATCHERS, EXPERTS, FP8_RECIPES, OPTIMIZERS, PROJECTIONS, Registry
-from own_parts import OwnDispatcher, OwnExperts, OwnLinear, OwnLion
+from moe_graphs.lm.option_values import preset_of
+from moe_graphs.lm.plan_command import named_model
+from moe_graphs.lm.run_presets import Preset
+from moe_graphs.registry import (
+    DISPATCHERS,
+    EXPERTS,
+    FP8_RECIPES,
+    MODELS,
+    OPTIMIZERS,
+    PRESETS,
+    PROJECTIONS,
+    Registry,
+)
+from own_parts import OwnDispatcher, OwnExperts, OwnLinear, OwnLion, own_model
 
 PACKAGE = Path(moe_graphs.__file__).parent
 OWN_LION, OWN_DISPATCHER = "own_parts:OwnLion", "own_parts:OwnDispatcher"
@@ -47,6 +59,8 @@ def test_every_entry_is_a_class_of_its_name():
     assert all(OPTIMIZERS.values())
     assert all(issubclass(kind, ExpertsBackend) for kind in EXPERTS.values())
     assert all(map(callable, PROJECTIONS.values()))
+    assert all(isinstance(make(), Preset) for make in PRESETS.values())
+    assert all(isinstance(make(), TransformerConfig) for make in MODELS.values())
 
 
 def test_no_other_file_lists_dispatchers():
@@ -66,7 +80,7 @@ def test_no_other_file_lists_dispatchers():
 
 def test_help_has_every_name():
     help_text = " ".join(invoke("train", "--help").stdout.split())
-    for kinds in (DISPATCHERS, OPTIMIZERS, EXPERTS, PROJECTIONS, FP8_RECIPES):
+    for kinds in (DISPATCHERS, OPTIMIZERS, EXPERTS, PROJECTIONS, FP8_RECIPES, PRESETS):
         assert kinds.words() in help_text.replace("│ │ ", "")
 
 
@@ -170,6 +184,34 @@ def test_the_state_of_a_users_optimizer_is_made_without_a_step_of_the_weights():
         assert not trainer.optimizer.state[parameter]["momentum"].any()
         assert parameter.grad is None
     assert all(group["lr"] > 0 for group in trainer.optimizer.param_groups)
+
+
+def test_a_preset_of_a_users_own_trains_goes_on_and_is_planned(text, tmp_path):
+    own, out = "lm_runs:small_preset", tmp_path / "run"
+    common = ["--data", text, "--device", "cpu", "--impl", "none", "--checkpoint-every", 2]
+    assert invoke("train", "--preset", own, *common, "--steps", 4, "--out", out).exit_code == 0
+    assert f'preset = "{own}"' in (out / "config.toml").read_text()
+    middle = out / "checkpoints" / "step_000002"
+    found = invoke("train", "--resume", middle, "--out", tmp_path / "again")
+    assert found.exit_code == 0, found.stderr
+    planned = invoke("plan", "--model", own, "--gpus", 1, "--json")
+    assert json.loads(planned.stdout)["tokens"] == 4 * 32  # the preset's batch
+
+
+def test_a_model_of_a_users_own_is_planned():
+    def parameters(name: str) -> int:
+        found = invoke("plan", "--model", name, "--gpus", 1, "--sequence-length", 64, "--json")
+        assert found.exit_code == 0, found.stderr
+        return json.loads(found.stdout)["parameters"]
+
+    assert parameters("own_parts:own_model") == LanguageModel(own_model()).num_parameters()
+    known = "model: 'tinny' is no directory and not one of mixtral-8x7b, .*, tiny, small, nor a fu"
+    with pytest.raises(ValueError, match=known):
+        named_model("tinny")
+    with pytest.raises(ValueError, match="returns a OwnLinear: return a TransformerConfig or a"):
+        named_model("own_parts:own_layer")
+    with pytest.raises(ValueError, match="own_model' returns a TransformerConfig and no Pr"):
+        preset_of("own_parts:own_model", torch.device("cpu"))
 
 
 def test_a_plan_counts_a_users_optimizer_and_refuses_a_dispatcher_without_costs():

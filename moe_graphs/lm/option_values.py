@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from moe_graphs.lm.options import PipelineOptions
-from moe_graphs.lm.run_presets import Preset, presets
+from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.workers import Place
+from moe_graphs.registry import PRESETS
 
 
 @contextlib.contextmanager
@@ -57,11 +58,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def preset_of(name: str | None, device: torch.device) -> tuple[str, Preset]:
-    known = presets()
     name = name if name is not None else "small" if device.type == "cuda" else "tiny"
-    if name not in known:
-        raise ValueError(f"preset: {name!r} is not one of {', '.join(known)}")
-    return name, known[name]()
+    preset = PRESETS[name]()
+    if not isinstance(preset, Preset):
+        raise ValueError(
+            f"preset: {name!r} returns a {type(preset).__name__} and no Preset, which says how to "
+            f"train, too"
+        )
+    return name.rpartition(":")[2], preset
 
 
 def stages_of(pipeline: PipelineOptions) -> int:

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_graphs.option_tree import changes, option, section
-from moe_graphs.registry import DISPATCHERS, EXPERTS, FP8_RECIPES, OPTIMIZERS, PROJECTIONS
+from moe_graphs.registry import (
+    DISPATCHERS,
+    EXPERTS,
+    FP8_RECIPES,
+    MODELS,
+    OPTIMIZERS,
+    PRESETS,
+    PROJECTIONS,
+)
 
 if TYPE_CHECKING:
     from moe_graphs.optim.update_options import UpdateOptions
@@ -32,7 +40,9 @@ STATE_DTYPES = {
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     preset: str | None = option(
-        None, "tiny (for a CPU) or small (for one GPU). (default: by the device)"
+        None,
+        f"{PRESETS.words()}, or module:function of your own. (default: tiny on a CPU, small on a "
+        "GPU)",
     )
     init: Path | None = option(None, "Start from the Hugging Face checkpoint in a directory.")
     experts: str = option(
@@ -339,8 +349,8 @@ class ProfileOptions:
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
     model: str = option(
-        help="A published architecture (qwen3-235b-a22b, llama3.1-405b, ...), a preset of train, "
-        "or a directory with a Hugging Face config.json.",
+        help=f"A published architecture ({MODELS.words()}), a preset of train, a directory with a "
+        "Hugging Face config.json, or module:function of your own.",
         flags="--model --preset",
     )
     gpus: int = option(help="Number of ranks.", least=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
-from moe_graphs.layers import TransformerConfig, architectures
+from moe_graphs.layers import TransformerConfig
 from moe_graphs.lm.optimizers import (
     build_optimizer,
     check_optimizer_layout,
@@ -21,23 +20,15 @@ from moe_graphs.lm.optimizers import (
 )
 from moe_graphs.lm.option_values import dtype_of, stages_of
 from moe_graphs.lm.options import PlanOptions, TrainSettings
-from moe_graphs.lm.run_presets import presets
+from moe_graphs.lm.run_presets import Preset
 from moe_graphs.lm.workers import layout_of
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import plan_layout
 from moe_graphs.planning.plan_table import plan_table, ranks_table
 from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
+from moe_graphs.registry import MODELS, PRESETS
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 
-ARCHITECTURES: dict[str, Callable[[], TransformerConfig]] = {
-    "mixtral-8x7b": architectures.mixtral_8x7b,
-    "qwen3-30b-a3b": architectures.qwen3_30b_a3b,
-    "qwen3-235b-a22b": architectures.qwen3_235b_a22b,
-    "olmoe-1b-7b": architectures.olmoe_1b_7b,
-    "deepseek-v3": architectures.deepseek_v3,
-    "llama3-8b": architectures.llama3_8b,
-    "llama3.1-405b": architectures.llama3_1_405b,
-}
 _SEQUENCE_LENGTH = 4096
 
 
@@ -129,15 +120,20 @@ def named_model(name: str) -> tuple[TransformerConfig, dict[str, Any]]:
         ValueError: if no architecture, preset or directory has this name, or if its config.json
             describes a model that our layers do not compute.
     """
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name](), {}
-    if name in presets():
-        preset = presets()[name]()
-        settings = preset.training
+    if name not in MODELS and name not in PRESETS:
+        if Path(name).is_dir():
+            return transformer_config(read_json(Path(name) / CONFIG)), {}
+        raise ValueError(
+            f"model: {name!r} is no directory and not one of {', '.join([*MODELS, *PRESETS])}, nor "
+            f"a function of your own by module:function"
+        )
+    found = (PRESETS if name in tuple(PRESETS) else MODELS)[name]()
+    if isinstance(found, Preset):
         names = ("batch_size", "microbatches", "sequence_length")
-        return preset.model, {each: getattr(settings, each) for each in names}
-    if Path(name).is_dir():
-        return transformer_config(read_json(Path(name) / CONFIG)), {}
-    raise ValueError(
-        f"model: {name!r} is no directory and not one of {', '.join([*ARCHITECTURES, *presets()])}"
-    )
+        return found.model, {each: getattr(found.training, each) for each in names}
+    if not isinstance(found, TransformerConfig):
+        raise ValueError(
+            f"model: {name!r} returns a {type(found).__name__}: return a TransformerConfig or a "
+            f"Preset"
+        )
+    return found, {}

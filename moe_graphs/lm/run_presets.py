@@ -1,10 +1,11 @@
-"""A model and how to train it; two presets that train in minutes, with and without a GPU."""
+"""A model and how to train it; two presets that train in minutes, with and without a GPU.
+
+A preset is a function that returns a ``Preset``. Names are in ``registry.PRESETS``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
 from moe_graphs.lm.options import TrainSettings
@@ -75,7 +76,3 @@ def small() -> Preset:
         steps=600, batch_size=64, sequence_length=1024, learning_rate=1e-3, warmup_steps=60
     )
     return Preset(model, training, log_every=20, evaluate_every=100)
-
-
-def presets() -> Mapping[str, Callable[[], Preset]]:
-    return MappingProxyType({"tiny": tiny, "small": small})

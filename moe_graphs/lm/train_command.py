@@ -260,7 +260,7 @@ def _recorded(
     """The options, with the numbers that the preset has chosen."""
     trained = dataclasses.asdict(training)
     record = recorded(options, 1 if workers is None else workers.count)
-    named = None if options.model.init else preset
+    named = None if options.model.init else options.model.preset or preset
     return {name: trained.get(name, value) for name, value in record.items()} | {"preset": named}
 
 

@@ -65,7 +65,7 @@ def test_ways_are_configs():
         (["--impl", "none,none"], "listed twice"),
         (["--impl", ","], "name at least one"),
         (["--impl", "none", "--optimizer-in-graph"], "add it, or drop the flag"),
-        (["--preset", "huge"], "'huge' is not one of tiny, small"),
+        (["--preset", "huge"], "'huge' is unknown: choose one of tiny, small"),
         (["--dtype", "int8"], "int8"),
         (["--out", "/nowhere/step.png"], "no directory /nowhere"),
         (["--batch-size", 3], "does not divide"),

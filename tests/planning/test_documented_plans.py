@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moe_graphs.cli import build_app
-from moe_graphs.lm import plan_command
+from moe_graphs.registry import MODELS as KNOWN
 from planned_layouts import LLAMA_CONFIG
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/many_gpus.md").read_text()
@@ -31,12 +31,13 @@ def run(command: str) -> dict[str, Any]:
 @pytest.fixture
 def few_layers(monkeypatch):
     """Published models with eight layers: the same refusals, and faster plans."""
-    known = plan_command.ARCHITECTURES
     for name in MODELS.values():
-        config = known[name]()
+        config = KNOWN[name]()
         assert config.num_layers > 8
         assert isinstance(config.moe_layers, str)  # a pattern fits any number of layers
-        monkeypatch.setitem(known, name, lambda config=config: replace(config, num_layers=8))
+        monkeypatch.setitem(
+            KNOWN._places, name, lambda config=config: replace(config, num_layers=8)
+        )
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""A dispatcher, an optimizer, experts and a projection, as a user writes them."""
+"""A dispatcher, an optimizer, experts, a projection and a model, as a user writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
-from moe_graphs.layers import GroupedExperts
+from moe_graphs.layers import GroupedExperts, TransformerConfig
 
 _LOCAL = LocalDispatcher()
 
@@ -95,3 +95,15 @@ class SilentLion(OwnLion):
 
 class NoOptimizer:
     """A class that is no optimizer."""
+
+
+def own_model() -> TransformerConfig:
+    return TransformerConfig(
+        hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=32, vocab_size=64,
+        max_sequence_length=64,
+    )  # fmt: skip
+
+
+def own_layer() -> OwnLinear:
+    """A function that returns no model."""
+    return OwnLinear(4, 4)
