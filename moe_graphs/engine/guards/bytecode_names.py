@@ -34,10 +34,12 @@ from moe_graphs.engine.guards.introspection import (
     contents_of_cell,
     is_of_standard_library,
     is_taken_for_granted,
+    module_of,
     names_in,
     origin_of,
     origin_of_class,
     origin_of_code,
+    text_in,
     with_inner_code,
 )
 from moe_graphs.engine.guards.known_functions import CLASSES, FUNCTIONS, NOT_OF_TORCH
@@ -135,7 +137,7 @@ def of_c(function: Any) -> str | None:
         label, is_known = f"{module}.{name}", name in FUNCTIONS.get(module, ())
     else:
         kind = _home_of_method(owner, name)
-        module, label = kind.__module__, f"{kind.__qualname__.replace('Base', '')}.{name}"
+        module, label = module_of(kind), f"{kind.__qualname__.replace('Base', '')}.{name}"
         unknown = CLASSES.get(f"{module}.{kind.__qualname__}")
         is_known = unknown is not None and name not in unknown
     if is_taken_for_granted(module):
@@ -162,7 +164,7 @@ def of_python(frame: types.FrameType, *, of_the_user: bool) -> str | None:
     """
     if frame.f_code is torch.Tensor.__reduce_ex__.__code__:
         return "pickle.dumps"
-    module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    module, name = text_in(frame.f_globals, "__name__") or "", frame.f_code.co_name
     if (module, name) == ("random", "seed") and frame.f_locals.get("a", 0) is None:
         return f"{_UNSEEDED}random.Random" if _is_asked_by_the_user(frame) else None
     if name in _ENTERS_FP8 and frame.f_locals.get("enabled"):

@@ -290,8 +290,25 @@ def has_bytes(value: Any) -> bool:
     try:
         memoryview(value)
     except (TypeError, ValueError, BufferError):
-        return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+        return module_of(type(value)) == "numpy" and hasattr(value, "tobytes")
     return True
+
+
+def text_in(namespace: Mapping[str, Any], name: str) -> str | None:
+    """The name, file or package of a module; None if no text lies there, or nothing any more."""
+    found = namespace.get(name)
+    return found if isinstance(found, str) else None
+
+
+def shown_name(namespace: Mapping[str, Any]) -> str:
+    """The name of a module as paths show it. Somebody may have taken the name away."""
+    return text_in(namespace, "__name__") or "?"
+
+
+def module_of(kind: type) -> str:
+    """The name of a class's module; empty if the class says none, or something else than a text."""
+    found = attribute_of(kind, "__module__")
+    return found if isinstance(found, str) else ""
 
 
 def is_data(value: Any) -> bool:
@@ -305,7 +322,7 @@ def is_without_state(kind: type) -> bool:
     """Whether objects of a class without attributes have nothing that changes."""
     if "__slots__" in vars(kind) or hasattr(kind, "__get__"):  # a class of Python; a descriptor
         return True
-    return is_immutable(kind) or kind.__module__.partition(".")[0] in _STATELESS
+    return is_immutable(kind) or module_of(kind).partition(".")[0] in _STATELESS
 
 
 def is_immutable(kind: type) -> bool:
@@ -327,7 +344,7 @@ def names_within(kind: type) -> frozenset[str]:
 
 
 def _is_of_standard_library(kind: type) -> bool:
-    top = kind.__module__.partition(".")[0]
+    top = module_of(kind).partition(".")[0]
     return origin_of_class(kind) == "internal" and top not in (*_INTERNAL, "logging", "moe_graphs")
 
 
@@ -377,7 +394,7 @@ def slots_of(kind: type) -> list[str]:
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a random number generator of Python or numpy."""
-    names = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
+    names = {f"{module_of(kind)}.{kind.__name__}" for kind in type(value).__mro__}
     numpy = {"numpy.random._generator.Generator", "numpy.random.mtrand.RandomState"}
     return bool(names & (numpy | {"random.Random"}))
 
@@ -456,7 +473,7 @@ def origin_of_code(code: types.CodeType, globals_: dict[str, Any]) -> str:
     ``exec``, dataclasses and ``python -c`` call their file "<string>".
     """
     is_generated = code.co_filename == "<string>"
-    return origin_of((is_generated and globals_.get("__file__")) or code.co_filename)
+    return origin_of((is_generated and text_in(globals_, "__file__")) or code.co_filename)
 
 
 @functools.cache
@@ -475,17 +492,30 @@ def _other_places_of_packages() -> tuple[str, ...]:
 
 def origin_of_class(kind: type) -> str:
     """The origin of the code that defines a class, as in ``origin_of``."""
-    module = sys.modules.get(kind.__module__)
+    module = sys.modules.get(module_of(kind))
     if module is None:  # made by exec(), or by C
         return "own" if kind.__flags__ & _MADE_BY_A_CLASS_STATEMENT else "internal"
-    if module.__name__ == "__main__":
+    if text_in(vars(module), "__name__") == "__main__":
         return "own"
-    return origin_of(getattr(module, "__file__", None) or "?")
+    file = text_in(vars(module), "__file__")
+    if file is None and kind.__flags__ & _MADE_BY_A_CLASS_STATEMENT and is_own_module(module):
+        return "own"
+    return origin_of(file or "?")
+
+
+def is_own_module(module: types.ModuleType) -> bool:
+    """Whether a module is the user's. A module made by hand has neither file nor loader."""
+    file = text_in(vars(module), "__file__")
+    if file is not None:
+        return origin_of(file) == "own"
+    package = sys.modules.get(shown_name(vars(module)).partition(".")[0], module)
+    is_by_hand = vars(module).get("__spec__") is None
+    return is_by_hand and (package is module or is_own_module(package))
 
 
 def is_of_engine(kind: type) -> bool:
     """Whether a class belongs to the engine's graphs, and not to what they hold."""
-    return kind.__module__.startswith(f"{__package__.rpartition('.')[0]}.")
+    return module_of(kind).startswith(f"{__package__.rpartition('.')[0]}.")
 
 
 def is_of_package(code: types.CodeType) -> bool:

@@ -54,16 +54,19 @@ from moe_graphs.engine.guards.introspection import (
     is_immutable,
     is_of_engine,
     is_of_package,
+    is_own_module,
     is_without_state,
+    module_of,
     names_in,
     names_within,
-    origin_of,
     origin_of_class,
     origin_of_code,
     refill,
     shown_key,
+    shown_name,
     slots_of,
     special_methods,
+    text_in,
 )
 from moe_graphs.engine.tensors import BY_IDENTITY, is_plain
 from moe_graphs.engine.tracing import address
@@ -90,11 +93,11 @@ def containers_of_globals(code: Code) -> Iterator[tuple[Container, str]]:
         of_builtins |= {n for n in names - globals_.keys() if is_data(vars(builtins).get(n, GONE))}
         if origin == "library":  # functions and classes of libraries are taken for granted
             names = {name for name in names if is_data(globals_.get(name, GONE))}
-        yield Container(globals_, globals_.get("__name__", "?"), frozenset(names)), ":"
+        yield Container(globals_, shown_name(globals_), frozenset(names)), ":"
     if of_builtins:
         yield Container(vars(builtins), "builtins", frozenset(of_builtins)), "."
     for module, names in _of_other_modules(code).values():
-        yield Container(vars(module), module.__name__, frozenset(names)), "."
+        yield Container(vars(module), shown_name(vars(module)), frozenset(names)), "."
 
 
 def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]]:
@@ -125,15 +128,6 @@ def _module_at(globals_: dict[str, Any], path: list[str]) -> types.ModuleType | 
             return None
         found = vars(found).get(name, GONE)
     return found if isinstance(found, types.ModuleType) else None
-
-
-def is_own(module: types.ModuleType) -> bool:
-    """Whether a module is the user's. A module made by hand has neither file nor loader."""
-    file = getattr(module, "__file__", None)
-    if file is not None:
-        return origin_of(file) == "own"
-    package = sys.modules.get(module.__name__.partition(".")[0], module)
-    return getattr(module, "__spec__", None) is None and (package is module or is_own(package))
 
 
 # ---- the walk
@@ -311,7 +305,7 @@ class Walk:
 
     def _by_identity(self, value: Any, name: str) -> None:
         if isinstance(value, types.ModuleType):
-            if is_own(value):
+            if is_own_module(value):
                 whole = _data_of(vars(value)) if self._puts_names_together else frozenset[str]()
                 self._namespace(vars(value), name, False, self._names | whole)
         elif isinstance(value, types.FunctionType):
@@ -446,7 +440,7 @@ class Walk:
     def _forward_of(self, kind: type) -> None:
         """Notes the forward that modules of this class run, which may be patched."""
         for base in kind.__mro__:
-            name = f"{base.__module__}.{base.__qualname__}"
+            name = f"{module_of(base)}.{base.__qualname__}"
             if f"{name}.forward" in self.found.leaves:
                 return
             self.found.containers.append(Container(vars(base), name, frozenset({"forward"}), base))
@@ -604,9 +598,9 @@ class Walk:
         for code, globals_ in self._reads.code.items():
             if origin_of_code(code, globals_) == "internal":
                 continue
-            name = globals_.get("__name__") or ""
+            name = text_in(globals_, "__name__") or ""
             package = name if "__path__" in globals_ else name.rpartition(".")[0]
-            package = globals_.get("__package__") or package
+            package = text_in(globals_, "__package__") or package
             for name in sorted(imports_of(code, package) & sys.modules.keys()):
                 self._push(sys.modules[name], name, False)
         for container, separator in containers_of_globals(self._reads.code):

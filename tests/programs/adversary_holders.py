@@ -1,0 +1,69 @@
+"""Adversaries that keep what the forward reads in other things than plain objects.
+
+What has been put there: modules made by hand, functions, containers of a class of their own.
+Audits would find most of these changes, so they are off: this is about guards.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+from programs.cases import Table
+
+case = Table()
+ALONE = {"audit_every": None}
+
+
+def held(name, forward, holder, key="gain", before=1.0, after=3.0):
+    """Case that changes an attribute of a holder of this process before step 4."""
+    case(name, forward, start=lambda m, e: setattr(holder, key, before),
+         change=lambda m, e: setattr(holder, key, after), options=ALONE)  # fmt: skip
+
+
+# ---- modules that are made by hand, and modules and classes that have lost their names
+
+
+def by_hand(name):
+    """A module with a class and an object of it, which Python knows by the module's name."""
+    module = types.ModuleType(name)
+    code = "class Rate:\n    gain = 1.0\n    def of(self, y): return y * self.gain\nrate = Rate()"
+    exec(code, vars(module))
+    sys.modules[name] = module
+    return module
+
+
+INSTALLED, NAMELESS = by_hand("programs_by_hand"), by_hand("programs_nameless")
+del NAMELESS.__name__
+RENAMED = by_hand("programs_renamed")
+
+
+class Singleton:
+    """An object of this class stands in the place of its module."""
+
+    gain = 1.0
+
+
+Singleton.__module__ = "programs_singleton"
+SINGLETON = sys.modules["programs_singleton"] = Singleton()
+
+
+class Homeless:
+    gain = 1.0
+
+
+Homeless.__module__ = None
+HOMELESS = Homeless()
+
+for _what, _module in (("made by hand", INSTALLED), ("without a name", NAMELESS)):
+    held(f"a class of a module {_what}", lambda s, x, m=_module: s.l(x) * m.Rate.gain, _module.Rate)
+    held(f"a method of a module {_what}", lambda s, x, m=_module: m.rate.of(s.l(x)), _module.Rate)
+    held(f"data of a module {_what}", lambda s, x, m=_module: s.l(x) * m.gain, _module)
+held("a class whose module is an object", lambda s, x: s.l(x) * SINGLETON.gain, Singleton)
+held("a class that says no module", lambda s, x: s.l(x) * HOMELESS.gain, Homeless)
+case("a module loses its name", lambda s, x: s.l(x) * RENAMED.rate.gain,
+     start=lambda m, e: setattr(RENAMED, "__name__", "programs_renamed"),
+     change=lambda m, e: delattr(RENAMED, "__name__"), options=ALONE)  # fmt: skip
+case("a module gets a name that is no text", lambda s, x: s.l(x) * RENAMED.rate.gain,
+     start=lambda m, e: setattr(RENAMED, "__name__", "programs_renamed"),
+     change=lambda m, e: setattr(RENAMED, "__name__", 7), options=ALONE)  # fmt: skip
