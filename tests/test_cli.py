@@ -140,6 +140,8 @@ def test_a_new_run_gets_a_directory_of_its_own(text, tmp_path, monkeypatch):
         (["--warmup-steps", "9", "--steps", "9"], "--warmup-steps 9 leaves none of --steps 9"),
         (["--dispatcher", "alltoall"], "is unknown: choose one of local"),
         (["--microbatches", "3"], "does not divide"),
+        (["--label-smoothing", "1"], "--label-smoothing: 1.0 must be in [0, 1)"),
+        (["--z-loss", "-1"], "--z-loss: -1.0 must be at least 0"),
         (["--stages-per-rank", "0"], "--stages-per-rank: 0 must be at least 1"),
         (["--nproc", "1", "--no-fsdp"], "--no-fsdp: one process has whole weights anyway"),
         (["--steps", "0"], "steps: 0 must be at least 1"),

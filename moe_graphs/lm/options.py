@@ -26,6 +26,7 @@ from moe_graphs.registry import (
 )
 
 if TYPE_CHECKING:
+    from moe_graphs.kernels.cross_entropy.loss_rule import LossRule
     from moe_graphs.optim.update_options import UpdateOptions
 
 # Names of torch's dtypes; None is the parameter's.
@@ -124,6 +125,12 @@ class TrainSettings:
     beta2: float = option(0.95, "Decay of AdamW's second moment. (default: the preset's)")
     weight_decay: float = option(0.1, "Weight decay of matrices.")
     clip_norm: float = option(1.0, "Norm that all gradients together are clipped to.")
+    label_smoothing: float = option(
+        0.0, "Share of the training loss that all tokens of the vocabulary have alike."
+    )
+    z_loss: float = option(
+        0.0, "Coefficient of the squared logsumexp of the logits in the training loss (PaLM: 1e-4)."
+    )
     seed: int = option(0, "Seed of weights, dropout and the order of the text.")
     optimizer: str = option(
         "adamw",
@@ -156,6 +163,7 @@ class TrainSettings:
             raise ValueError(f"warmup_steps: {self.warmup_steps} must not be negative")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed: {self.seed} must be from -2**63 to 2**64 - 1, as torch's are")
+        assert self.loss_rule  # or is told what is wrong with it
         choice = OPTIMIZERS[self.optimizer]
         if self.optimizer_state not in STATE_DTYPES:
             raise ValueError(
@@ -191,6 +199,12 @@ class TrainSettings:
         name = STATE_DTYPES[self.optimizer_state]
         dtype = None if name is None else getattr(torch, name)
         return UpdateOptions(dtype, self.stochastic_rounding, self.ema_decay)
+
+    @property
+    def loss_rule(self) -> LossRule:
+        from moe_graphs.kernels.cross_entropy.loss_rule import LossRule
+
+        return LossRule(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
 
     @property
     def tokens_per_step(self) -> int:

@@ -52,6 +52,7 @@ def pipeline_of(
         microbatches=settings.microbatches,
         microbatch_shape=(rows, settings.sequence_length // workers.layout.cp),
         schedule=schedule,
+        rule=settings.loss_rule,
     )
 
 

@@ -204,6 +204,7 @@ def _describe(
         *adapted,
         f"learning rate: {settings.learning_rate:g} after {settings.warmup_steps} steps, then down "
         f"to {settings.final_fraction:g} of it",
+        f"loss: {_loss(settings)}",
         f"precision: {options.precision}",
         str(way),
         f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
@@ -212,6 +213,13 @@ def _describe(
     )
     for line in lines:
         console.print(line, markup=False)
+
+
+def _loss(settings: TrainSettings) -> str:
+    """The training loss in words; held-out text is measured without the additions."""
+    added = {"label smoothing": settings.label_smoothing, "z-loss": settings.z_loss}
+    said = [f"{name} {value:g}" for name, value in added.items() if value]
+    return f"cross entropy by chunks of logits, {', '.join(said) or 'nothing'} added"
 
 
 def _update(settings: TrainSettings) -> str:

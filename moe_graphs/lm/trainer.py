@@ -423,17 +423,17 @@ class Trainer:
                 return self.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
             for part in tokens.chunk(count):
                 with self.autocast():
-                    output = self._loss(part[:, :-1], part[:, 1:])
+                    output = self._loss(part[:, :-1], part[:, 1:], rule=self.settings.loss_rule)
                 ((output.loss + output.aux_loss) / addends).backward()
                 losses.append(output.loss.detach())
                 dropped.append(output.dropped_tokens)
         return torch.stack(losses).mean(), torch.stack(dropped).sum()
 
-    def _loss(self, inputs_BS: Tensor, targets_BS: Tensor, reduction: str = "mean") -> ModelLoss:
+    def _loss(self, inputs_BS: Tensor, targets_BS: Tensor, **options: Any) -> ModelLoss:
         documents = None
         if self.separator is not None:
             documents = documents_between(inputs_BS, self.separator)
-        return self.model(inputs_BS, targets_BS, document_ids_BS=documents, reduction=reduction)
+        return self.model(inputs_BS, targets_BS, document_ids_BS=documents, **options)
 
     def update(self) -> Tensor:
         """Clips, steps and drops the gradients. Returns their norm before clipping."""

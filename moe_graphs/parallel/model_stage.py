@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 from moe_graphs.layers import LanguageModel
 
 
@@ -24,12 +25,14 @@ class ModelStage(nn.Module):
     Attributes:
         hidden_dtype: dtype of the hidden states that go from stage to stage.
         returns_logits: whether a last stage that has targets returns its logits in spite of them.
+        rule: what the mean loss is besides cross entropy.
     """
 
     embedding: nn.Module | None
     norm: nn.Module | None
     head: nn.Module | None
     returns_logits = False
+    rule: LossRule = PLAIN
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class ModelStage(nn.Module):
                     return self.head(self.norm(hidden_BSD))
                 if summed_BS is not None:
                     return self.head(self.norm(hidden_BSD), summed_BS, "sum")
-                return self.head(self.norm(hidden_BSD), targets_BS)
+                return self.head(self.norm(hidden_BSD), targets_BS, rule=self.rule)
         if hidden_BSD.dtype != self.hidden_dtype:
             raise ValueError(
                 f"hidden_dtype: the next stage expects {self.hidden_dtype} and the hidden states "

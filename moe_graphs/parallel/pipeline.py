@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 from moe_graphs.kernels.precision import accumulation_dtype
 from moe_graphs.layers import LanguageModel
 from moe_graphs.parallel.layout import ParallelConfig
@@ -152,6 +153,7 @@ class Pipeline:
             part.
         schedule: one of ``SCHEDULES``; several stages need "interleaved_1f1b".
         scale: multiplies losses before the backward (``DeviceStep.scale``).
+        rule: what the loss of the last stage is besides cross entropy; ``evaluate`` has none of it.
 
     Attributes:
         memory: list of the buffers that receive messages, filled by the first step. Pass the list
@@ -172,9 +174,12 @@ class Pipeline:
         schedule: str = "1f1b",
         scale: Callable[[Tensor], Tensor] | None = None,
         evaluation_loss_fn: Loss | None = None,
+        rule: LossRule = PLAIN,
     ) -> None:
         ranks = mesh["pp"]
         check_schedule(schedule, ranks.size(), len(stages), microbatches)
+        if loss_fn is not None and not rule.is_plain:
+            raise ValueError("rule: of the last stage's own loss: drop it, or loss_fn")
         if loss_fn is None and evaluation_loss_fn is not None:
             raise ValueError("evaluation_loss_fn: it takes logits, so pass a loss_fn, too")
         self.stages, self.microbatches = tuple(stages), microbatches
@@ -198,7 +203,7 @@ class Pipeline:
             return kind(several, microbatches, loss_fn=loss, scale_grads=False)
 
         for stage in stages:
-            stage.returns_logits = loss_fn is not None
+            stage.returns_logits, stage.rule = loss_fn is not None, rule
         loss_of = loss_fn or _loss_of_stage
 
         def weighted(left: Tensor, targets_BS: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def chosen(*, chance: bool = False, microbatches: int = 2, **changes: Any) -> Ru
     if not chance:
         moe = dataclasses.replace(model.moe, input_jitter=0.0)
         model = dataclasses.replace(model, hidden_dropout=0.0, moe=moe)
-    training = dataclasses.replace(given.preset.training, batch_size=8)
+    rule = {"label_smoothing": 0.1, "z_loss": 1e-2}
+    training = dataclasses.replace(given.preset.training, batch_size=8, **rule)
     preset = dataclasses.replace(given.preset, model=model, training=training)
     return dataclasses.replace(given, preset=preset)
 

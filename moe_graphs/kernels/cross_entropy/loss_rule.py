@@ -37,13 +37,13 @@ class LossRule:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.logit_scale):
-            raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
+            raise ValueError(f"logit_scale: {self.logit_scale} must be finite")
         if self.logit_cap is not None and not 0 < self.logit_cap < math.inf:
-            raise ValueError(f"logit_cap must be above 0, or None for no cap: {self.logit_cap}")
+            raise ValueError(f"logit_cap: {self.logit_cap} must be above 0, or None for no cap")
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+            raise ValueError(f"label_smoothing: {self.label_smoothing} must be in [0, 1)")
         if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss must be at least 0, got {self.z_loss}")
+            raise ValueError(f"z_loss: {self.z_loss} must be at least 0")
 
     @property
     def is_plain(self) -> bool:
