@@ -234,6 +234,29 @@ attribute("04 a local autograd function", lambda s, x: _reversed(s.l(x), s.sched
           lambda s: setattr(s.schedule, "strength", 3.0))  # fmt: skip
 
 
+def _double(gradient):
+    return gradient * 2.0
+
+
+def _triple(gradient):
+    return gradient * 3.0
+
+
+DOUBLE = _double.__code__
+
+
+def _hooked_by_an_attribute(s, x):
+    y = s.l(x)
+    y.register_hook(lambda gradient: s.scaled(gradient))
+    return y.tanh()
+
+
+attribute("04 code of a function without names that a hook calls", _hooked_by_an_attribute,
+          lambda s: (setattr(s, "scaled", _double), setattr(_double, "__code__", DOUBLE)),
+          lambda s: setattr(_double, "__code__", _triple.__code__),
+          options={"audit_every": None})  # fmt: skip
+
+
 # ---- 06 to 08: what cannot be compared runs eagerly, and is counted
 
 attribute("06 a list of 3,000 numbers", lambda s, x: s.l(x) * s.table[2500],

@@ -383,6 +383,11 @@ class AccessedNames:
         new = more.values - self.values or more.names - self.names or more.code.keys() - self.code
         return AccessedNames.together(self, more) if new else None
 
+    def has_all_of(self, other: AccessedNames) -> bool:
+        """Whether another block mentions no other names, and runs no other code than torch's."""
+        new = ((code, other.code[code]) for code in other.code.keys() - self.code.keys())
+        return other.names <= self.names and all(origin_of_code(*each) == "internal" for each in new)
+
     @property
     def loaded(self) -> set[str]:
         """Names that some code may read before it assigns them."""

@@ -346,6 +346,8 @@ class Guards:
     def also_read(self, accessed: AccessedNames, addresses: Collection[int] = ()) -> None:
         """Compares from now on what these names find, too: those that only a backward mentions.
 
+        A function that only a backward calls may mention no name; its code is compared from now on.
+
         Tensors at these addresses, which a backward has read, are compared as well. If something
         has changed since the forward (a context around the forward is over), the values of now are
         not those that the forward reads, and nothing is added.
@@ -356,7 +358,7 @@ class Guards:
         known, seen = self._walked.accessed, map(unwrap, self._found.leaves.values())
         tensors = {address(each) for each in seen if isinstance(each, Tensor)}
         read = self._walked.read_addresses | tensors.intersection(addresses)
-        is_known = accessed.names <= known.names and read == self._walked.read_addresses
+        is_known = known.has_all_of(accessed) and read == self._walked.read_addresses
         if is_known or self.changes():
             return
         together = AccessedNames.together(known, accessed)
