@@ -407,6 +407,7 @@ class Trace(Operations):
             self._keep_what_is_written(func, args, kwargs)
             # ``lift_fresh`` gets a tensor that Python made inside of the block.
             given = set() if func is _LIFT_FRESH else set(map(address, found))
+            given |= self._taken_by_storage(args)
         # The implementation of an operation may look at values (a custom op on the CPU), but it
         # counts as one operation.
         with torch._C.DisableTorchFunction():
@@ -419,6 +420,17 @@ class Trace(Operations):
             elif not func.is_view:
                 self._from_python -= made
         return out
+
+    def _taken_by_storage(self, args: tuple[Any, ...]) -> set[int]:
+        """Notes as read what an operation takes by its storage alone, as ``deepcopy`` does.
+
+        Returns the addresses among them that are known to be from outside. Nobody can tell a new
+        storage from one that a tensor outside has, so both count as read.
+        """
+        storages = (each for each in args if isinstance(each, torch.UntypedStorage))
+        taken = {each.data_ptr() for each in storages} - {0} - self._made
+        self.read |= taken
+        return taken & (self._known | self.others.keys())
 
     def _check(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]

@@ -6,10 +6,13 @@ Audits would find most of these changes, so they are off: this is about guards.
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 
-from programs.cases import Table
+import torch
+
+from programs.cases import WIDTH, Table
 
 case = Table()
 ALONE = {"audit_every": None}
@@ -67,3 +70,29 @@ case("a module loses its name", lambda s, x: s.l(x) * RENAMED.rate.gain,
 case("a module gets a name that is no text", lambda s, x: s.l(x) * RENAMED.rate.gain,
      start=lambda m, e: setattr(RENAMED, "__name__", "programs_renamed"),
      change=lambda m, e: setattr(RENAMED, "__name__", 7), options=ALONE)  # fmt: skip
+
+
+# ---- tensors whose memory operations find by its storage
+
+
+def _keeps_two(s):
+    s.scales = [torch.full((WIDTH,), 1.5), torch.full((WIDTH,), 0.5)]
+    s.register_buffer("seen", torch.ones(WIDTH))
+
+
+def _viewed(s, x):
+    return s.l(x) * torch.empty(0).set_(s.scales[0].untyped_storage(), 0, (WIDTH,))
+
+
+def _counted(s, x):
+    seen = torch.empty(0).set_(s.seen.untyped_storage(), 0, (WIDTH,))
+    return s.l(x) * seen.add_(1.0)
+
+
+def of_two(name, forward, change=lambda m, e: m.sc.scales.reverse()):
+    case(name, forward, _keeps_two, change=change, options=ALONE)
+
+
+of_two("a deepcopy of a list of tensors", lambda s, x: s.l(x) * copy.deepcopy(s.scales)[0])
+of_two("a tensor that takes another one's storage", _viewed)
+of_two("a buffer that is written by its storage", _counted, lambda m, e: m.sc.seen.zero_())

@@ -385,8 +385,9 @@ class AccessedNames:
 
     def has_all_of(self, other: AccessedNames) -> bool:
         """Whether another block mentions no other names, and runs no other code than torch's."""
-        new = ((code, other.code[code]) for code in other.code.keys() - self.code.keys())
-        return other.names <= self.names and all(origin_of_code(*each) == "internal" for each in new)
+        new = other.code.keys() - self.code.keys()
+        origins = (origin_of_code(code, other.code[code]) for code in new)
+        return other.names <= self.names and all(each == "internal" for each in origins)
 
     @property
     def loaded(self) -> set[str]:
