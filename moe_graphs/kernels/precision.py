@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Protocol, Self, TypeVar
+
 import torch
 from torch import Tensor
+
+
+class _Castable(Protocol):
+    def to(self, dtype: torch.dtype, /) -> Self: ...
+
+
+W = TypeVar("W", bound=_Castable)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -11,7 +20,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def to_autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def to_autocast(x: Tensor, w: W) -> tuple[Tensor, W]:
     """Rows and weights, in the autocast dtype if autocast is on for their device."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

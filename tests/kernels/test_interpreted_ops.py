@@ -27,6 +27,8 @@ from moe_graphs.kernels.heads import (
     plain_split_heads,
 )
 from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.packed_weights import FORMATS
+from moe_graphs.kernels.packed_weights import triton_kernels as packed_weights_triton
 from moe_graphs.kernels.permute import triton_kernels as permute_triton
 from moe_graphs.kernels.rms_norm import (
     _AddRMSNorm,
@@ -413,3 +415,29 @@ def test_rms_norm_of_no_rows_and_frozen_weights():
     (got,) = torch.autograd.grad(_RMSNorm.apply(x, weight.detach(), 0.1, False).sum(), x)
     (want,) = torch.autograd.grad(plain_rms_norm(x, weight.detach(), 0.1).sum(), x)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: zero times infinity
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_in_few_bits(name):
+    """Every byte of codes, many scales, and a number of blocks that no program divides.
+
+    Results are fp32, because the interpreter does not round to bf16 but cuts off.
+    """
+    kind, shape = FORMATS[name], (3, 128, 128) if name == "fp8" else (3, 5, 64)
+    torch.manual_seed(0)
+    codes, scales = (
+        torch.empty(each, dtype=kind)
+        for each, kind in zip(kind.packed_shapes(shape), kind.dtypes, strict=True)
+    )
+    every = codes.view(torch.uint8).view(-1)
+    every.copy_(torch.arange(every.numel()) % 256)
+    if scales.dtype == torch.uint8:
+        scales.copy_(torch.arange(scales.numel()).view_as(scales) * 9 % 255)
+    else:
+        scales.uniform_(0.01, 2)
+    out = torch.empty(shape)
+    packed_weights_triton.unpack(kind, codes, scales, out)
+    torch.testing.assert_close(
+        out, kind.dequantize(codes, scales, torch.float32), rtol=0, atol=0, equal_nan=name == "fp8"
+    )

@@ -18,6 +18,8 @@ from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_tri
 from moe_graphs.kernels.gemm import launch as gemm
 from moe_graphs.kernels.gemm import tile_scheduler
 from moe_graphs.kernels.heads import triton_kernels as heads_triton
+from moe_graphs.kernels.packed_weights import FORMATS
+from moe_graphs.kernels.packed_weights import triton_kernels as packed_weights_triton
 from moe_graphs.kernels.peer_rows import triton_kernels as peer_rows_triton
 from moe_graphs.kernels.permute import triton_kernels as permute_triton
 from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
@@ -53,6 +55,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "AdamW": _adamw,
         "AdamW, states of 8 bits": _adamw_8bit,
         "rows between ranks": _peer_rows,
+        "weights in few bits": _packed_weights,
     }
     for norm in ("none", "head", "full"):
         cases[f"heads, norm {norm}"] = lambda norm=norm: _heads(norm)
@@ -237,3 +240,13 @@ def _peer_rows() -> None:
         weights, where = torch.empty(64, 8), torch.zeros(3, 8, dtype=torch.int64)
         peer_rows_triton.push_rows(source, experts, weights, where, 0, 4)
         peer_rows_triton.pull_rows(source, weights, experts, where, 0, 4)
+
+
+def _packed_weights() -> None:
+    for kind in FORMATS.values():
+        shapes = kind.packed_shapes((2, 256, 256))
+        pairs = zip(shapes, kind.dtypes, strict=True)
+        stored = [torch.empty(shape, dtype=dtype) for shape, dtype in pairs]
+        for dtype in (BF16, FP32):
+            out = torch.empty(2, 256, 256, dtype=dtype)
+            packed_weights_triton.unpack(kind, *stored, out)

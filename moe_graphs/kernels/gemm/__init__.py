@@ -10,6 +10,8 @@ Shapes: R routed rows, E experts, K and N the two sides of the product.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -201,7 +203,19 @@ def _(x_RK, grad_RN, offsets_E, out_EKN):
     return None
 
 
-def check_operands(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:
+class Weight(Protocol):
+    """Attributes of a weight that checks read; tensors and packed weights have them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def dim(self) -> int: ...
+
+
+def check_operands(x_RK: Tensor, w_EKN: Weight, offsets_E: Tensor) -> None:
     """Check all that does not depend on where the memory lies; ``launch.check_memory`` does.
 
     Raises:
@@ -232,7 +246,7 @@ def check_operands(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> None:
         _check_cuda(x_RK, w_EKN)
 
 
-def _check_cuda(x_RK: Tensor, w_EKN: Tensor) -> None:
+def _check_cuda(x_RK: Tensor, w_EKN: Weight) -> None:
     accepted = (torch.bfloat16, torch.float16) if has_triton() else (torch.bfloat16,)
     if x_RK.dtype not in accepted:
         raise ValueError(

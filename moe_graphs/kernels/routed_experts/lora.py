@@ -5,10 +5,12 @@
     Y = A @ w2 + (A @ a2) @ b2
     out[t] = sum of s * Y over the rows of token t
 
-The weights ``w1`` and ``w2`` are frozen: no gradient of them is computed. For the backward two
-nodes keep the tokens, H, the routing weights s, the order of rows and X @ a1, whose rows are as
-short as the rank. Everything else is computed again as in ``routed_experts``, and the backward of a
-product ``P = x @ w + (x @ a) @ b`` is
+The weights ``w1`` and ``w2`` are frozen: no gradient of them is computed. They may be in few bits
+(``PackedWeight``), with factors or without; then each product of forward and backward dequantises
+them anew, and nothing is kept in bf16. For the backward two nodes keep the tokens, H, the routing
+weights s, the order of rows and X @ a1, whose rows are as short as the rank. Everything else is
+computed again as in ``routed_experts``, and the backward of a product ``P = x @ w + (x @ a) @ b``
+is
 
     dlow = dP @ b.T
     dx   = dP @ w.T + dlow @ a.T
@@ -21,7 +23,7 @@ of a product.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from moe_graphs.kernels.gemm import (
     is_transposed,
 )
 from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.packed_weights import PackedWeight
 from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.routed_experts import (
@@ -68,8 +71,8 @@ def routed_experts_with_lora(
     tokens_TD: Tensor,
     order: RowOrder,
     weights_TK: Tensor,
-    w1_ED2F: Tensor,
-    w2_EFD: Tensor,
+    w1_ED2F: Tensor | PackedWeight,
+    w2_EFD: Tensor | PackedWeight,
     lora1: LoRA | None,
     lora2: LoRA | None,
     *,
@@ -83,7 +86,7 @@ def routed_experts_with_lora(
     Args:
         tokens_TD: tokens, or with ``is_sorted`` their rows ``[R, D]`` in the order of ``order``.
         weights_TK: routing weights, of any precision.
-        w1_ED2F, w2_EFD: frozen, as in ``routed_experts``.
+        w1_ED2F, w2_EFD: frozen, as in ``routed_experts``, or in few bits.
         lora1, lora2: the factors beside each weight; None if there are none.
 
     Raises:
@@ -92,7 +95,13 @@ def routed_experts_with_lora(
     """
     tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
     tokens_TD, w2_EFD = to_autocast(tokens_TD, w2_EFD)
-    check_operands(tokens_TD, w2_EFD.transpose(1, 2), order.offsets_E)
+    experts, width, hidden = w2_EFD.shape
+    if tuple(w1_ED2F.shape) != (experts, hidden, 2 * width):
+        raise ValueError(
+            f"routed_experts_with_lora wants w1 [E, D, 2F] and w2 [E, F, D], got "
+            f"{tuple(w1_ED2F.shape)} and {tuple(w2_EFD.shape)}"
+        )
+    check_operands(tokens_TD, w1_ED2F, order.offsets_E)
     top_k = weights_TK.shape[1]
     gate_up_R2F = up_projection_with_lora(
         tokens_TD, order, top_k, w1_ED2F, lora1, is_sorted=is_sorted
@@ -104,18 +113,17 @@ def up_projection_with_lora(
     tokens_TD: Tensor,
     order: RowOrder,
     top_k: int,
-    w1_ED2F: Tensor,
+    w1_ED2F: Tensor | PackedWeight,
     lora1: LoRA | None,
     *,
     is_sorted: bool = False,
 ) -> Tensor:
     """Gate and up of the rows: the first half of ``routed_experts_with_lora``."""
-    if lora1 is None:
+    if lora1 is None and isinstance(w1_ED2F, Tensor):
         return up_projection(tokens_TD, order, w1_ED2F, is_sorted=is_sorted)
     tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
-    _check_factors("w1", w1_ED2F, lora1)
     check_operands(tokens_TD, w1_ED2F, order.offsets_E)
-    factors = _in_dtype_of(tokens_TD, lora1)
+    factors = _checked_factors("w1", w1_ED2F, lora1, tokens_TD.dtype)
     indices = order.order_R, order.inverse_R.view(-1, top_k), order.offsets_E
     return _UpProjection.apply(tokens_TD, *factors, w1_ED2F, *indices, order.has_gaps, is_sorted)
 
@@ -124,7 +132,7 @@ def down_projection_with_lora(
     gate_up_R2F: Tensor,
     order: RowOrder,
     weights_TK: Tensor,
-    w2_EFD: Tensor,
+    w2_EFD: Tensor | PackedWeight,
     lora2: LoRA | None,
     *,
     gate: ClampedGate = NO_CLAMP,
@@ -134,18 +142,26 @@ def down_projection_with_lora(
     Args:
         gate: an activation in place of SwiGLU.
     """
-    if lora2 is None:
+    if lora2 is None and isinstance(w2_EFD, Tensor):
         return down_projection(gate_up_R2F, order, weights_TK, w2_EFD, gate=gate)
     gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)
-    _check_factors("w2", w2_EFD, lora2)
-    factors = _in_dtype_of(gate_up_R2F, lora2)
+    factors = _checked_factors("w2", w2_EFD, lora2, gate_up_R2F.dtype)
     indices = order.order_R, order.inverse_R.view_as(weights_TK), order.offsets_E
     return _DownProjection.apply(
-        gate_up_R2F, *factors, weights_TK, w2_EFD, *indices, order.has_gaps, gate
+        gate_up_R2F, weights_TK, *factors, w2_EFD, *indices, order.has_gaps, gate
     )
 
 
-def _check_factors(name: str, w_EMN: Tensor, lora: LoRA) -> None:
+def _checked_factors(
+    name: str, w_EMN: Tensor | PackedWeight, lora: LoRA | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if lora is None:
+        return None, None
+    _check_factors(name, w_EMN, lora)
+    return _in_dtype(dtype, lora)
+
+
+def _check_factors(name: str, w_EMN: Tensor | PackedWeight, lora: LoRA) -> None:
     experts, inner, outer = w_EMN.shape
     rank = lora.a_EMr.shape[-1]
     shapes = tuple(lora.a_EMr.shape), tuple(lora.b_ErN.shape)
@@ -160,9 +176,9 @@ def _check_factors(name: str, w_EMN: Tensor, lora: LoRA) -> None:
         )
 
 
-def _in_dtype_of(rows: Tensor, lora: LoRA) -> tuple[Tensor, Tensor]:
+def _in_dtype(dtype: torch.dtype, lora: LoRA) -> tuple[Tensor, Tensor]:
     """Both factors in the dtype of the rows, with a rank that the kernels take."""
-    a_EMr, b_ErN = (factor.to(rows.dtype) for factor in lora)
+    a_EMr, b_ErN = (factor.to(dtype) for factor in lora)
     missing = -a_EMr.shape[2] % 8  # rows of 16 bytes
     if missing:
         a_EMr = functional.pad(a_EMr, (0, missing))
@@ -174,20 +190,50 @@ def _readable(w_EMN: Tensor) -> Tensor:
     return w_EMN if is_transposed(w_EMN) else w_EMN.contiguous()
 
 
+def _dense(w_EMN: Tensor | PackedWeight) -> Tensor:
+    return w_EMN.dense() if isinstance(w_EMN, PackedWeight) else w_EMN
+
+
+def _kept(ctx: Any, w_EMN: Tensor | PackedWeight, is_needed: bool) -> Tensor | None:
+    """What autograd saves of a frozen weight: a packed one stays as it is, beside what is saved."""
+    ctx.packed = w_EMN if is_needed and isinstance(w_EMN, PackedWeight) else None
+    return w_EMN if is_needed and isinstance(w_EMN, Tensor) else None
+
+
+def _kept_again(ctx: Any, w_EMN: Tensor | None) -> Tensor:
+    packed: PackedWeight | None = ctx.packed
+    if packed is not None:
+        return packed.dense()
+    assert w_EMN is not None
+    return w_EMN
+
+
 def _product(
-    rows_RM: Tensor, w_EMN: Tensor, a_EMr: Tensor, b_ErN: Tensor, offsets_E: Tensor
-) -> tuple[Tensor, Tensor]:
+    rows_RM: Tensor,
+    w_EMN: Tensor | PackedWeight,
+    a_EMr: Tensor | None,
+    b_ErN: Tensor | None,
+    offsets_E: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """``rows @ w + (rows @ a) @ b``, and ``rows @ a``."""
-    out_RN = grouped_gemm_forward(rows_RM, w_EMN, offsets_E, False)
+    out_RN = grouped_gemm_forward(rows_RM, _dense(w_EMN), offsets_E, False)
+    if a_EMr is None:
+        return out_RN, None
     low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
     return out_RN.add_(grouped_gemm_forward(low_Rr, b_ErN, offsets_E, False)), low_Rr
 
 
 def _gradient_of_rows(
-    grad_RN: Tensor, low_Rr: Tensor, w_EMN: Tensor, a_EMr: Tensor, offsets_E: Tensor
+    grad_RN: Tensor,
+    low_Rr: Tensor | None,
+    w_EMN: Tensor,
+    a_EMr: Tensor | None,
+    offsets_E: Tensor,
 ) -> Tensor:
     """``grad @ w.T + low @ a.T``, where ``low`` is ``grad @ b.T``."""
-    grad_RM = grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False)
+    grad_RM: Tensor = grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False)
+    if a_EMr is None:
+        return grad_RM
     return grad_RM.add_(grouped_gemm_dgrad(low_Rr, a_EMr, offsets_E, False))
 
 
@@ -203,18 +249,19 @@ class _UpProjection(torch.autograd.Function):
         rows_RD = _rows(tokens_XD, order_R, inverse_TK, has_gaps, is_sorted)
         gate_up_R2F, low_Rr = _product(rows_RD, w1_ED2F, a_EDr, b_Er2F, offsets_E)
         kept = tokens_XD if wants_a else None, low_Rr if wants_b else None
-        frozen = w1_ED2F if wants_tokens else None
+        frozen = _kept(ctx, w1_ED2F, wants_tokens)
         ctx.save_for_backward(*kept, a_EDr, b_Er2F, frozen, order_R, inverse_TK, offsets_E)
         return gate_up_R2F
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_R2F):
-        tokens_XD, low_Rr, a_EDr, b_Er2F, w1_ED2F, *indices = ctx.saved_tensors
+        tokens_XD, low_Rr, a_EDr, b_Er2F, frozen, *indices = ctx.saved_tensors
         order_R, inverse_TK, offsets_E = indices
         wants_tokens, wants_a, wants_b = (wants_gradient(ctx, i) for i in range(3))
         grad_tokens = grad_a = grad_b = None
-        if wants_tokens or wants_a:
+        grad_low_Rr: Any = None
+        if a_EDr is not None and (wants_tokens or wants_a):
             grad_low_Rr = grouped_gemm_dgrad(grad_R2F, b_Er2F, offsets_E, False)
         if wants_a:
             rows_RD = _rows(tokens_XD, order_R, inverse_TK, ctx.has_gaps, ctx.is_sorted)
@@ -223,6 +270,7 @@ class _UpProjection(torch.autograd.Function):
         if wants_b:
             grad_b = gradient_of_weights(low_Rr, grad_R2F, offsets_E, is_transposed(b_Er2F))
         if wants_tokens:
+            w1_ED2F = _kept_again(ctx, frozen)
             grad_tokens = _gradient_of_rows(grad_R2F, grad_low_Rr, w1_ED2F, a_EDr, offsets_E)
             if not ctx.is_sorted:
                 grad_tokens = collect_rows(grad_tokens, inverse_TK, None, ctx.has_gaps)
@@ -238,13 +286,14 @@ def _rows(
 class _DownProjection(torch.autograd.Function):
     """The sums of tokens from gate and up, which are all that is kept of the rows."""
 
+    # `wants_gradient` counts tensors only, so what may be None or packed stands behind them.
     @staticmethod
     def forward(
-        ctx, gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD, order_R, inverse_TK, offsets_E,
+        ctx, gate_up_R2F, weights_TK, a_EFr, b_ErD, w2_EFD, order_R, inverse_TK, offsets_E,
         has_gaps, gate,
     ):  # fmt: skip
         ctx.has_gaps, ctx.gate = has_gaps, gate
-        kept = gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD
+        kept = gate_up_R2F, weights_TK, a_EFr, b_ErD, _kept(ctx, w2_EFD, True)
         ctx.save_for_backward(*kept, order_R, inverse_TK, offsets_E)
         rows_RF = swiglu_forward(gate_up_R2F, gate)
         rows_RD, _ = _product(rows_RF, w2_EFD, a_EFr, b_ErD, offsets_E)
@@ -253,16 +302,18 @@ class _DownProjection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TD):
-        gate_up_R2F, a_EFr, b_ErD, weights_TK, w2_EFD, *indices = ctx.saved_tensors
+        gate_up_R2F, weights_TK, a_EFr, b_ErD, frozen, *indices = ctx.saved_tensors
         order_R, inverse_TK, offsets_E = indices
-        wants_rows, wants_a, wants_b, wants_weights = (wants_gradient(ctx, i) for i in range(4))
+        wants_rows, wants_weights, wants_a, wants_b = (wants_gradient(ctx, i) for i in range(4))
         routing = weights_TK, order_R, inverse_TK, ctx.has_gaps
         grad_gate_up = grad_a = grad_b = grad_weights = None
+        grad_low_Rr: Any = None
         grad_RD = spread_rows(grad_TD, order_R, inverse_TK, None, ctx.has_gaps)
         wants_factors = wants_a or wants_b
-        if wants_rows or wants_a or wants_weights:
+        if a_EFr is not None and (wants_rows or wants_a or wants_weights):
             grad_low_Rr = grouped_gemm_dgrad(grad_RD, b_ErD, offsets_E, False)
         if wants_rows or wants_weights:
+            w2_EFD = _kept_again(ctx, frozen)
             grad_RF = _gradient_of_rows(grad_RD, grad_low_Rr, w2_EFD, a_EFr, offsets_E)
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
                 gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_factors
@@ -277,4 +328,4 @@ class _DownProjection(torch.autograd.Function):
             grad_b = gradient_of_weights(low_Rr, grad_RD, offsets_E, is_transposed(b_ErD))
         if not wants_weights:
             grad_weights = None
-        return grad_gate_up, grad_a, grad_b, grad_weights, *[None] * 6
+        return grad_gate_up, grad_weights, grad_a, grad_b, *[None] * 6
