@@ -163,7 +163,7 @@ class PackedWeight:
         return 3
 
     def to(self, dtype: torch.dtype) -> PackedWeight:
-        """The same weight, whose ``dense()`` has another dtype."""
+        """A packed weight of the same numbers, whose ``dense()`` has another dtype."""
         return replace(self, dtype=dtype)
 
     def dense(self) -> Tensor:

@@ -195,7 +195,7 @@ def _dense(w_EMN: Tensor | PackedWeight) -> Tensor:
 
 
 def _kept(ctx: Any, w_EMN: Tensor | PackedWeight, is_needed: bool) -> Tensor | None:
-    """What autograd saves of a frozen weight: a packed one stays as it is, beside what is saved."""
+    """The tensor that autograd saves of a frozen weight; a packed weight is kept beside it."""
     ctx.packed = w_EMN if is_needed and isinstance(w_EMN, PackedWeight) else None
     return w_EMN if is_needed and isinstance(w_EMN, Tensor) else None
 
