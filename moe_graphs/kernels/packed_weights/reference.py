@@ -37,7 +37,7 @@ _BIAS = 127
 
 
 class PackedFormat(ABC):
-    """What a format stores, and how.
+    """A format: the tensors that it stores, and how they are made and read.
 
     Attributes:
         name: the format's name in ``FORMATS``.
