@@ -2,7 +2,7 @@
 
 A tree is a dataclass whose fields are sections (``section``, ``changes``). A section is a dataclass
 whose fields are options (``option``). Help does not wait for torch, which this module does not
-import.
+import, and values of the library whose fields are options do not wait for typer.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from moe_graphs.terminal import errors_in_a_line
+if TYPE_CHECKING:
+    import typer
 
 _KEY = "moe_graphs"  # of our entry in a field's metadata
 _NAMED = ("COMMANDLINE", "DEFAULT_MAP")  # click's words for a value of the command line or a file
@@ -169,6 +168,7 @@ def command(
         config: whether ``--config`` reads values from a file. The command line goes before the
             file, and the file before defaults.
     """
+    import typer
 
     def call(context: typer.Context, **values: Any) -> None:
         values.pop("config", None)
@@ -187,6 +187,8 @@ def command(
 
 
 def _parameter(each: Option) -> inspect.Parameter:
+    import typer
+
     flags = each.flags.split() if each.flags else []
     if each.kinds == (bool,) and not flags and not each.default:
         flags = [f"--{each.name.replace('_', '-')}"]  # without it typer adds --no-...
@@ -203,7 +205,12 @@ def _parameter(each: Option) -> inspect.Parameter:
 
 
 def _config_parameter(tree: type) -> inspect.Parameter:
-    def read(context: typer.Context, path: Path | None) -> Path | None:
+    import typer
+
+    from moe_graphs.terminal import errors_in_a_line
+
+    # Typer evaluates these annotations in this module, which does not import it.
+    def read(context: Any, path: Path | None) -> Path | None:
         if path is not None:
             with errors_in_a_line():
                 context.default_map = read_config(tree, path)

@@ -123,6 +123,17 @@ PROJECTIONS = Registry(
         "transformer_engine": "moe_graphs.integrations.transformer_engine:te_linear",
     },
 )
+DEGREES = Registry(
+    "degree",
+    {
+        "pp": "moe_graphs.parallel.pipeline:PipelineParallel",
+        "dp_replicate": "moe_graphs.parallel.degrees:DataReplicas",
+        "dp_shard": "moe_graphs.parallel.degrees:DataShards",
+        "cp": "moe_graphs.parallel.context_parallel:ContextParallel",
+        "tp": "moe_graphs.parallel.tensor_parallel:TensorParallel",
+        "ep": "moe_graphs.parallel.expert_shards:ExpertParallel",
+    },
+)
 PRESETS = Registry(
     "preset",
     {

@@ -24,6 +24,7 @@ ALLOWED = {
     "config": {"errors"},
     "portable_launches": set(),
     "registry": set(),
+    "layout": {"option_tree", "registry"},
     "option_tree": {"terminal"},
     "report_tables": {"engine.reasons"},
     "staged": {"errors"},
@@ -33,7 +34,7 @@ ALLOWED = {
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "registry", "staged"},
     "routing": {"engine", "errors", "layers", "staged"},
     "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
-    "parallel": {"parallel", "checkpoints", "layers", "dispatch", "kernels"},
+    "parallel": {"parallel", "checkpoints", "layers", "layout", "dispatch", "kernels", "registry"},
     "pipelines": {"pipelines", "engine.callables.order", "errors"},
     "planning": {
         "planning",

@@ -9,8 +9,9 @@ from moe_graphs.lm.fastest_way import Obstacle, Situation, against_scopes, again
 from moe_graphs.lm.optimizers import check_optimizer_layout
 from moe_graphs.lm.run import RunOptions
 from moe_graphs.lm.workers import Workers
+from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel.degrees import problems_of
 from moe_graphs.parallel.pipeline import check_schedule, layers_of_stages
-from moe_graphs.parallel.tensor_parallel import check_tensor_parallel
 from moe_graphs.registry import DISPATCHERS
 
 
@@ -45,10 +46,11 @@ def _problems(options: RunOptions) -> Iterator[str]:
     settings, model, layout = options.preset.training, options.preset.model, options.workers.layout
     ranks = layout.data_parallel
     yield from _raised(check_optimizer_layout, settings, layout.tp)
-    if options.asked.text.attention_within_documents and max(layout.cp, pp) > 1:
+    hiding = [name for name, size in layout.degrees("hides_documents").items() if size > 1]
+    if options.asked.text.attention_within_documents and hiding:
         yield (
-            f"attention_within_documents: with {'pp' if pp > 1 else 'cp'} a rank does not know the "
-            f"documents of its tokens: drop it, or choose another layout"
+            f"attention_within_documents: with {hiding[0]} a rank does not know the documents of "
+            f"its tokens: drop it, or choose another layout"
         )
     if settings.batch_size // settings.microbatches % ranks:
         yield (
@@ -56,14 +58,7 @@ def _problems(options: RunOptions) -> Iterator[str]:
             f"microbatch(es) cannot be shared equally by {ranks} ranks: choose a multiple of "
             f"{ranks * settings.microbatches}"
         )
-    yield from _raised(check_tensor_parallel, model, layout.tp)
-    heads = model.num_heads // layout.tp
-    if settings.sequence_length % layout.cp or heads % layout.cp:
-        of_tp = f" (of {model.num_heads}, shared by tp {layout.tp})" if layout.tp > 1 else ""
-        yield (
-            f"cp: {layout.cp} ranks cannot share sequences of {settings.sequence_length} tokens "
-            f"and {heads} heads{of_tp} equally: choose a divisor of both"
-        )
+    yield from problems_of(layout, model, settings.sequence_length)
     if pp > 1:
         parts = options.asked.pipeline.schedule, pp, options.stages_per_rank, settings.microbatches
         yield from _raised(check_schedule, *parts)
@@ -113,15 +108,11 @@ def _of_updates(options: RunOptions) -> Iterator[str]:
 def _of_experts(options: RunOptions, ep: int) -> Iterator[str]:
     model = options.preset.model
     theirs = {"fp8": options.asked.model.fp8 != "none", "linear": model.linear != "torch"}
-    experts = 0
     if model.moe is not None:
-        experts = model.moe.num_experts
         theirs["experts"] = model.moe.experts != "moe_graphs"
     for name, chosen in theirs.items():
         if chosen:
             yield f"{name}: other libraries' kernels are for one process: drop --{name}"
-    if ep > 1 and (experts == 0 or experts % ep):
-        yield f"ep: {ep} ranks cannot share {experts} experts: choose a divisor"
     if (ep > 1) != DISPATCHERS[options.dispatcher].between_ranks:
         keeps = "keeps tokens on their rank" if ep > 1 else "sends tokens to other ranks"
         yield (
@@ -137,8 +128,9 @@ def _of_whole_weights(workers: Workers) -> Iterator[str]:
             f"no-fsdp: the layout is {workers.described()}: without FSDP2 ranks are data-parallel "
             f"(--dp-shard) and share experts all together (--ep {workers.count}) or not at all"
         )
-    if layout.layers_per_group > 1:
-        yield "layers_per_group: of FSDP2: drop it, or --no-fsdp"
+    for name in ("layers_per_group", "reshard_after_forward"):
+        if getattr(layout, name) != getattr(ParallelConfig, name):
+            yield f"{name}: of FSDP2: drop it, or --no-fsdp"
 
 
 def _of_mixed_precision(options: RunOptions) -> Iterator[str]:

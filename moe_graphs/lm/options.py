@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_graphs.layout import ParallelConfig
 from moe_graphs.option_tree import changes, option, section
 from moe_graphs.registry import (
     DISPATCHERS,
@@ -243,29 +244,6 @@ class NumericsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """Degrees of parallelism, as ``ParallelConfig`` has them; None is its default."""
-
-    dp_replicate: int | None = option(
-        None, "Number of copies of the sharded model (HSDP).", of="layout"
-    )
-    dp_shard: int | None = option(
-        None, "Number of ranks that FSDP2 shards over. (default: all that are left)", of="layout"
-    )
-    tp: int | None = option(None, "Number of tensor-parallel ranks.", of="layout")
-    cp: int | None = option(None, "Number of ranks that share every sequence.", of="layout")
-    ep: int | None = option(
-        None, "Number of ranks that share the experts, out of dp-shard x cp.", of="layout"
-    )
-    pp: int | None = option(None, "Number of pipeline-parallel ranks.", of="layout")
-    layers_per_group: int | None = option(
-        None,
-        "Number of layers that FSDP2 gathers and reduces together. (default: 1)",
-        of="layout",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
     schedule: str = option(
         "1f1b", "Schedule of a pipeline: 1f1b, gpipe or interleaved_1f1b.", of="ranks"
@@ -319,7 +297,7 @@ class TrainOptions:
     graphs: GraphOptions = section(GraphOptions)
     training: dict[str, Any] = changes(TrainSettings)
     numerics: NumericsOptions = section(NumericsOptions)
-    layout: Degrees = section(Degrees)
+    layout: dict[str, Any] = changes(ParallelConfig)
     pipeline: PipelineOptions = section(PipelineOptions)
     ranks: RankOptions = section(RankOptions)
     output: OutputOptions = section(OutputOptions)
@@ -378,7 +356,6 @@ class PlannedStepOptions:
     sequence_length: int | None = option(
         None, "Number of tokens of a sequence. (default: 4096, or the preset's)", least=1
     )
-    reshard_after_forward: bool = option(True, "FSDP2 frees gathered weights until the backward.")
     dispatcher: str | None = option(
         None,
         "Dispatcher with --ep, as for train. (default: all_to_all)",
@@ -391,7 +368,7 @@ class PlannedStepOptions:
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     model: PlannedModel = section(PlannedModel)
-    layout: Degrees = section(Degrees)
+    layout: dict[str, Any] = changes(ParallelConfig)
     pipeline: PipelineOptions = section(PipelineOptions)
     step: PlannedStepOptions = section(PlannedStepOptions)
     training: dict[str, Any] = changes(

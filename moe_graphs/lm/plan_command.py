@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,7 @@ def plan(asked: PlanOptions) -> None:
     console = make_console(stderr=asked.output.json)
     with errors_in_a_line():
         config, defaults = named_model(model)
-        layout = replace(
-            layout_of(gpus, **asdict(asked.layout)),
-            reshard_after_forward=options.reshard_after_forward,
-        )
+        layout = layout_of(gpus, **asked.layout)
         if layout.ep == 1 and (options.dispatcher is not None or options.rows_factor is not None):
             raise ValueError("dispatcher, rows_factor: between ranks, which ep=1 does not use")
         settings = _settings(asked, layout, {**_own(config), **defaults})

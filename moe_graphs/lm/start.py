@@ -11,7 +11,6 @@ import os
 import sys
 import uuid
 from collections.abc import Collection
-from dataclasses import asdict
 
 import torch
 import typer
@@ -50,7 +49,7 @@ def start(options: TrainOptions, given: Collection[str]) -> None:
             kept = keep(options, given, ranks)
             options = kept.options
         if alone:
-            layout_of(ranks, **asdict(options.layout))
+            layout_of(ranks, **options.layout)
         if not options.ranks.fsdp and ranks == 1:
             raise ValueError("no-fsdp: one process has whole weights anyway: drop it")
     if nproc is not None and nproc > 1:
@@ -121,7 +120,7 @@ def _work(options: TrainOptions, given: Collection[str], kept: Kept | None) -> N
             raise problem
         versions = {"torch": torch.__version__, "on a GPU": on_gpu}
         check_equal({**flat(options), **versions}, _SAME)
-        layout = layout_of(place.world_size, **asdict(options.layout))
+        layout = layout_of(place.world_size, **options.layout)
         device = _device(options.numerics.device, place)
         try:
             workers = Workers.on(layout, device, timeout, fsdp=options.ranks.fsdp)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import random
 import socket
@@ -31,10 +32,10 @@ from moe_graphs.lm.fresh_store import fresh_store
 from moe_graphs.parallel import ParallelConfig, make_mesh
 from moe_graphs.parallel.context_parallel import part_of_sequences
 from moe_graphs.parallel.mesh import data_mesh, loss_mesh
+from moe_graphs.registry import DEGREES
 from moe_graphs.terminal import error_line
 
 _A_MOMENT = datetime.timedelta(seconds=5)
-_NO_FACTORS = ("ep", "layers_per_group")  # of the number of ranks
 _FAILURES = "moe_graphs: how many ranks have failed"  # the key in the store
 # Words in gloo's errors if another rank is the cause; these errors have no class of their own.
 _OF_OTHERS = ("onnection", "Timed out waiting")
@@ -261,30 +262,27 @@ def on_first(workers: Workers | None, function: Callable[[], Any]) -> Any:
     return function() if workers is None else workers.on_first(function)
 
 
-def layout_of(world_size: int, **degrees: int | None) -> ParallelConfig:
-    """The layout of these degrees; None is the default, and ``dp_shard`` takes what is left.
+def layout_of(world_size: int, **given: Any) -> ParallelConfig:
+    """The layout of these degrees; ``dp_shard`` takes what is left.
 
     Raises:
         ValueError: if the product of the degrees is not the number of ranks, or if they do not fit.
     """
-    given: dict[str, Any] = {name: n for name, n in degrees.items() if n is not None}
-    if "dp_shard" not in given:
-        others = 1
-        for name, degree in given.items():
-            others *= 1 if name in _NO_FACTORS else max(degree, 1)
-        given["dp_shard"] = max(1, world_size // others)
+    factors = {name: n for name, n in given.items() if name in DEGREES and DEGREES[name].is_factor}
+    others = math.prod(max(degree, 1) for degree in factors.values())
+    factors.setdefault("dp_shard", max(1, world_size // others))
+    product = math.prod(factors.values())
     # This check comes first, because the layout would say that ep does not fit.
-    product = 1
-    for name, degree in given.items():
-        product *= 1 if name in _NO_FACTORS else degree
     if product != world_size:
-        factors = sorted((name, n) for name, n in given.items() if name not in _NO_FACTORS)
-        found = " * ".join(f"{name} ({n})" for name, n in factors)
+        found = " * ".join(f"{name} ({n})" for name, n in sorted(factors.items()))
         raise ValueError(
             f"{found} = {product}, and there {_are(world_size)}: their product must be the number "
             f"of ranks (torchrun --nproc-per-node, or --nproc); ep is taken out of dp_shard * cp"
         )
-    return ParallelConfig(**given)
+    layout = ParallelConfig(**{**given, **factors})
+    if layout.with_tokens == 1 and not layout.reshard_after_forward:
+        raise ValueError("reshard_after_forward: of FSDP2, which shards nothing here: drop it")
+    return layout
 
 
 def _are(world_size: int) -> str:

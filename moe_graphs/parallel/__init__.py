@@ -3,7 +3,7 @@
 A user needs these names. All others are imported from their modules.
 """
 
-from moe_graphs.parallel.layout import ParallelConfig
+from moe_graphs.layout import ParallelConfig
 from moe_graphs.parallel.mesh import make_mesh
 from moe_graphs.parallel.parallelize import parallelize
 from moe_graphs.parallel.pipeline import Pipeline, pipeline_stages

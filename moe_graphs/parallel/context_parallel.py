@@ -11,8 +11,41 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from moe_graphs.layers import Attention, HeadExchange, LatentAttention
+from moe_graphs.layers import (
+    Attention,
+    HeadExchange,
+    LanguageModel,
+    LatentAttention,
+    TransformerConfig,
+)
+from moe_graphs.layout import ParallelConfig
+from moe_graphs.parallel.degrees import Degree
+from moe_graphs.parallel.model_stage import ModelStage
+
+
+class ContextParallel(Degree):
+    has_tokens = hides_documents = True
+    messages = "context exchange"
+
+    @classmethod
+    def check(
+        cls, layout: ParallelConfig, model: TransformerConfig, sequence_length: int | None = None
+    ) -> None:
+        heads, length = model.num_heads // layout.tp, sequence_length or 0
+        if heads % layout.cp == length % layout.cp == 0:
+            return
+        of_tp = f" (of {model.num_heads}, shared by tp {layout.tp})" if layout.tp > 1 else ""
+        sequences = f"sequences of {length} tokens and " if sequence_length else ""
+        raise ValueError(
+            f"cp: {layout.cp} ranks cannot share {sequences}{heads} heads{of_tp} equally: choose a "
+            f"divisor"
+        )
+
+    @classmethod
+    def share(cls, model: LanguageModel | ModelStage, ranks: DeviceMesh) -> None:
+        apply_context_parallel(model, HeadExchange.over(ranks.get_group()))
 
 
 def apply_context_parallel(model: nn.Module, exchange: HeadExchange) -> nn.Module:

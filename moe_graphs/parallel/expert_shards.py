@@ -11,8 +11,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_graphs.dispatch import Dispatcher
-from moe_graphs.layers import MoELayer
+from moe_graphs.layers import MoELayer, TransformerConfig
 from moe_graphs.layers.expert_backends import build_experts
+from moe_graphs.layout import ParallelConfig
+from moe_graphs.parallel.degrees import Degree
+
+
+class ExpertParallel(Degree):
+    """Ranks that share experts. Their number of bytes is the dispatcher's (``costs``)."""
+
+    is_factor = False
+
+    @classmethod
+    def check(
+        cls, layout: ParallelConfig, model: TransformerConfig, sequence_length: int | None = None
+    ) -> None:
+        if model.moe is None or not any(map(model.is_moe_layer, range(model.num_layers))):
+            raise ValueError(f"ep: {layout.ep} ranks and a model that has no experts: pass ep=1")
+        if model.moe.num_experts % layout.ep:
+            experts = f"{model.moe.num_experts} experts"
+            raise ValueError(f"ep: {layout.ep} ranks cannot share {experts}: choose a divisor")
 
 
 @torch.no_grad()

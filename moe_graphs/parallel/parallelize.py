@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from moe_graphs.dispatch import make_dispatcher
-from moe_graphs.layers import GroupedExperts, HeadExchange, LanguageModel
+from moe_graphs.layers import GroupedExperts, LanguageModel
 from moe_graphs.layers.moe import moe_layers
-from moe_graphs.parallel.context_parallel import apply_context_parallel
+from moe_graphs.layout import ParallelConfig
+from moe_graphs.parallel.degrees import check_degrees
 from moe_graphs.parallel.expert_shards import make_global, shard_experts
-from moe_graphs.parallel.layout import ParallelConfig
 from moe_graphs.parallel.mesh import expert_mesh, shard_mesh
 from moe_graphs.parallel.model_stage import ModelStage
-from moe_graphs.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from moe_graphs.registry import DEGREES
 
 Model = TypeVar("Model", bound=LanguageModel | ModelStage)
 MIXED_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -64,11 +64,7 @@ def parallelize(
     _check_stage(model, config, mixed_precision)
     policy = MixedPrecisionPolicy() if mixed_precision is None else mixed_precision
     reshard = config.reshard_after_forward
-    if config.cp > 1:
-        apply_context_parallel(model, HeadExchange.over(mesh["cp"].get_group()))
-    mesh = shard_mesh(mesh)
-    if config.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"])
+    mesh = share(model, config, mesh)
     # With nothing to shard, the addresses stay, and scopes can be graphs.
     if config.with_tokens == 1 and (config.tp > 1 or isinstance(model, ModelStage)):
         return model
@@ -104,6 +100,18 @@ def parallelize(
     return model
 
 
+def share(
+    model: LanguageModel | ModelStage, config: ParallelConfig, mesh: DeviceMesh
+) -> DeviceMesh:
+    """Divide by all degrees but experts and FSDP2's; return the mesh that FSDP2 shards on."""
+    shards = shard_mesh(mesh)
+    for name, ranks in config.degrees("is_factor").items():
+        if ranks > 1:  # DTensors have to be on the mesh of FSDP2
+            has_it = name in (shards.mesh_dim_names or ())
+            DEGREES[name].share(model, (shards if has_it else mesh)[name])
+    return shards
+
+
 def free_gathered(model: nn.Module) -> None:
     """Free the weights that FSDP2 has gathered and kept; call it between steps only.
 
@@ -126,17 +134,11 @@ def _check(
     found = {name: mesh.size(number) for number, name in enumerate(names)}
     if any(getattr(config, name, None) != size for name, size in found.items()) or not found:
         raise ValueError(f"the mesh is {found or mesh} and the layout {config}: use make_mesh")
-    check_tensor_parallel(model.config, config.tp)
-    HeadExchange(0, config.cp).check_heads(model.config.num_heads // config.tp)
+    check_degrees(config, model.config)
     if mixed_precision is not None and config.tp > 1 and config.with_tokens == 1:
         raise ValueError("mixed_precision: of FSDP2, which shards nothing here: use autocast")
     if config.ep == 1 and options:
         raise ValueError(f"{', '.join(options)}: options of a dispatcher, which ep=1 does not use")
-    has_experts = model.config.moe is not None and any(
-        map(model.config.is_moe_layer, range(model.config.num_layers))
-    )  # in the whole model, also if `model` is a stage
-    if config.ep > 1 and not has_experts:
-        raise ValueError(f"ep={config.ep}: the model has no experts: pass ep=1")
     for layer in moe_layers(model):
         if config.ep > 1 and not isinstance(layer.experts, GroupedExperts):
             kind = layer.config.experts

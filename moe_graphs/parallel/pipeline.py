@@ -31,7 +31,8 @@ from torch.distributed.pipelining import (
 from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 from moe_graphs.kernels.precision import accumulation_dtype
 from moe_graphs.layers import LanguageModel
-from moe_graphs.parallel.layout import ParallelConfig
+from moe_graphs.layout import ParallelConfig
+from moe_graphs.parallel.degrees import Degree
 from moe_graphs.parallel.model_stage import ModelStage, numbered_layers
 from moe_graphs.parallel.vocabulary import vocabulary_group
 
@@ -42,6 +43,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 With ``tp`` the logits have this rank's columns; see ``vocabulary_cross_entropy``.
 """
+
+
+class PipelineParallel(Degree):
+    """Ranks with stages of the model, which ``pipeline_stages`` makes before ``parallelize``."""
+
+    hides_documents = True  # only the first stage sees tokens
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:

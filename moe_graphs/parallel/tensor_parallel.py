@@ -33,6 +33,8 @@ from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.attention import Attention
 from moe_graphs.layers.linear import is_watched
 from moe_graphs.layers.mlp import SwiGLU
+from moe_graphs.layout import ParallelConfig
+from moe_graphs.parallel.degrees import Degree
 from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.parallel.vocabulary import ColumnsOfGroup
 
@@ -148,6 +150,20 @@ class SwiGLUOfColumns(SwiGLU):
             return super().forward(hidden)
         partial = swiglu_linear(self.w1(hidden), local(down.weight))
         return _SumOverRanks.apply(partial, down.process_group)
+
+
+class TensorParallel(Degree):
+    messages = "tensor parallelism"
+
+    @classmethod
+    def check(
+        cls, layout: ParallelConfig, model: TransformerConfig, sequence_length: int | None = None
+    ) -> None:
+        check_tensor_parallel(model, layout.tp)
+
+    @classmethod
+    def share(cls, model: LanguageModel | ModelStage, ranks: DeviceMesh) -> None:
+        apply_tensor_parallel(model, ranks)
 
 
 def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:

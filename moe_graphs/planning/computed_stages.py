@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_graphs.kernels.availability import as_on_gpus
-from moe_graphs.layers import HeadExchange, LanguageModel, MoELayer, TransformerConfig
+from moe_graphs.layers import LanguageModel, MoELayer, TransformerConfig
 from moe_graphs.parallel import ParallelConfig
-from moe_graphs.parallel.context_parallel import apply_context_parallel
 from moe_graphs.parallel.expert_shards import shard_experts
 from moe_graphs.parallel.model_stage import ModelStage
-from moe_graphs.parallel.tensor_parallel import apply_tensor_parallel
+from moe_graphs.parallel.parallelize import share
 from moe_graphs.planning.laid_out import as_rank
 from moe_graphs.planning.microbatch_memory import (
     DropoutOfGPUs,
@@ -27,6 +26,7 @@ from moe_graphs.planning.microbatch_memory import (
     without_memory,
 )
 from moe_graphs.planning.planned_step import PlannedStep
+from moe_graphs.registry import DEGREES
 
 
 def computed_stages(
@@ -41,7 +41,7 @@ def computed_stages(
         stages: numbers of each stage's layers.
 
     Returns:
-        Memory of each stage; ``received`` has the keys "tensor parallelism" and "context exchange".
+        Memory of each stage; ``received`` has the degrees' ``messages`` as keys.
     """
     model = LanguageModel(config, device="meta", dtype=step.held_dtype)
     with contextlib.ExitStack() as stack:
@@ -86,15 +86,13 @@ def _share(
     Returns:
         The purpose of each process group, by the group's name.
     """
-    names: dict[str, str] = {}
-    if layout.cp > 1:
-        group = mesh["cp"].get_group()
-        apply_context_parallel(model, HeadExchange.over(group))
-        names[str(group.group_name)] = "context exchange"
-    if layout.tp > 1:
-        apply_tensor_parallel(model, mesh["tp"])
-        _make_plain(model)
-        names[str(mesh["tp"].get_group().group_name)] = "tensor parallelism"
+    share(model, layout, mesh)
+    _make_plain(model)
+    names = {
+        str(mesh[name].get_group().group_name): DEGREES[name].messages
+        for name, ranks in layout.degrees("messages").items()
+        if ranks > 1
+    }
     if layout.ep > 1:
         costs = step.dispatch_costs(model.config, layout.ep)
         for layer in model.modules():

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.parallel import ParallelConfig
+from moe_graphs.parallel.degrees import check_degrees
 from moe_graphs.planning.computed_stages import computed_stages
 from moe_graphs.planning.laid_out import (
     LaidOutRank,
@@ -97,11 +98,7 @@ def plan_layout(config: TransformerConfig, layout: ParallelConfig, step: Planned
             f"sequence_length: {step.sequence_length} is more than the "
             f"{config.max_sequence_length} positions that the model knows: lower it"
         )
-    if step.sequence_length % layout.cp:
-        raise ValueError(
-            f"sequence_length: {layout.cp} ranks (cp) cannot share {step.sequence_length} tokens "
-            f"equally: choose a multiple"
-        )
+    check_degrees(layout, config, step.sequence_length)
     if layout.pp == 1 and (step.schedule, step.stages_per_rank) != ("1f1b", 1):
         raise ValueError("schedule, stages_per_rank: of a pipeline: add --pp, or drop them")
     # From here on, `step` has the length of a rank's part of a sequence.

@@ -93,7 +93,7 @@ def check(ranks: list[dict[str, Any]], bound: float) -> None:
         assert found["norms"] == ranks[0]["norms"]
         assert found["graphed"]["replayed"] > 0
         assert found["graphed"]["eager"].keys() <= {"warmup", "output_held"}, found["graphed"]
-        assert "2 ranks cannot share 1 heads (with tp, those of one" in found["refused"]
+        assert "2 ranks cannot share 1 heads (of 2, shared by tp 2)" in found["refused"]
 
 
 @pytest.mark.long

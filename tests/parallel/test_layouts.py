@@ -158,7 +158,7 @@ def test_misuse_is_told_on_every_rank():
         assert "needs 4 ranks and there are 2 ranks" in found["ranks"]
         assert "use make_mesh" in found["mesh"]
         assert found["options"].startswith("capacity_factor: options of a dispatcher")
-        assert "the model has no experts" in found["experts"]
+        assert "a model that has no experts" in found["experts"]
         assert found["data"] == f"({rank}, 2)"
         assert found["local"] == f"(range({2 * rank}, {2 * rank + 2}), 2)"
         assert (found["parameters"], found["sharded parameters"]) == ("0", "0")

@@ -1,4 +1,4 @@
-"""A dispatcher, an optimizer, experts, a projection and a model, as a user writes them."""
+"""Classes and functions as a user writes them: a dispatcher, an optimizer, a degree, a model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
 from moe_graphs.layers import GroupedExperts, TransformerConfig
+from moe_graphs.layout import ParallelConfig
+from moe_graphs.parallel.degrees import Degree
 
 _LOCAL = LocalDispatcher()
 
@@ -95,6 +97,29 @@ class SilentLion(OwnLion):
 
 class NoOptimizer:
     """A class that is no optimizer."""
+
+
+class Twins(Degree):
+    """Ranks that compute the same; it counts the models that it divides."""
+
+    divided = 0
+
+    @classmethod
+    def check(
+        cls, layout: ParallelConfig, model: TransformerConfig, sequence_length: int | None = None
+    ) -> None:
+        if model.latent is not None:
+            raise ValueError("twins: no latent attention")
+
+    @classmethod
+    def share(cls, model: Any, ranks: Any) -> None:
+        assert ranks.size() == 2
+        cls.divided += 1
+
+
+@dataclass(frozen=True)
+class OwnLayout(ParallelConfig):
+    twins: int = 1
 
 
 def own_model() -> TransformerConfig:
