@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,8 +19,15 @@ def in_own_process(file: str, arguments: Sequence[str], timeout: float) -> dict[
         return {"error": f"no result after {timeout:.0f} s"}
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:500]}
+        return {"error": _error_of(done.stderr)}
     return {"error": None} | json.loads(last)
+
+
+def _error_of(stderr: str) -> str:
+    """The line that names an exception, or else the last one. A progress bar may follow it."""
+    lines = stderr.strip().splitlines() or ["no output"]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (named or lines)[-1][:500]
 
 
 def leave(line: dict[str, Any], shown: Sequence[str], out: str | None) -> None:

@@ -140,6 +140,10 @@ class Comparison(Operations):
                 raise
             self._before.put_back()
             raise UndoneError(_missing_bytes(error)) from None
+        finally:
+            # The thread of a backward may hold this context after the call. It must not hold the
+            # gradients that the call has found, which a graph is going to write.
+            self._before = None
 
     def _keep_what_is_written(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -51,7 +51,7 @@ class Architecture:
         return f"sm_{self.number}"
 
 
-_POINTER, _TMA = ("pointer",), ("tma", "pointer")
+_POINTER, _TMA = ("pointer", "fp32"), ("tma", "pointer", "fp32")
 # Gluon variants need WGMMA, which only Hopper has.
 _GLUON = ("cooperative", "pingpong", "gather", *_TMA)
 

@@ -28,8 +28,7 @@ def _check_routings(rank: int, world_size: int, device: str) -> None:
     if world_size == 4:  # all ranks, then groups of two
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         dispatchers.append(AllGatherDispatcher(groups[rank // 2]))
-    # The grouped GEMM of GPUs takes bfloat16 only.
-    dtypes = [torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16]
+    dtypes = [torch.float32, torch.bfloat16]
     for dispatcher, dtype, name in itertools.product(dispatchers, dtypes, ROUTINGS):
         check_routing(dispatcher, device, dtype, name)
 

@@ -83,6 +83,28 @@ def test_its_graphs_on_a_gpu(family):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_model_in_fp32_runs_without_autocast_on_a_gpu(family):
+    """TRL's GRPOTrainer generates so, and an evaluation may."""
+    runs = []
+    for graphs in (None, False, True):
+        model = tiny(family, implementation_of(family), moe_intermediate_size=64).cuda()
+        if graphs is None:
+            expected = loss_and_gradients(model, tokens("cuda"))
+            continue
+        accelerated = accelerate_model(model, graphs=graphs)
+        if not graphs:
+            found = loss_and_gradients(model, tokens("cuda"))
+        runs.append(trained(model, accelerated.step))
+    assert accelerated.graphs.report().replayed > 0
+    assert all(map(torch.equal, *runs))
+    for name, value in expected.items():
+        scale = value.abs().max().clamp(min=1e-12)
+        assert (found[name] - value).abs().max() <= 1e-4 * scale, name
+
+
+@pytest.mark.gpu
 def test_what_no_cuda_graph_can_hold_is_named():
     """MiniMax's linear attention brings zeros from the host in every forward."""
     skip_unknown("minimax")

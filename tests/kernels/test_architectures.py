@@ -198,10 +198,10 @@ WEIGHTS = {  # columns, dtype -> the variant
 def test_hoppers_choices_are_those_that_were_measured():
     """The measured numbers are in docs/performance.md. A changed choice is measured again."""
     for (rows, columns), expected in ROWS.items():
-        name = heuristics.choose_rows(HOPPER, 8 * rows, 8)
+        name = heuristics.choose_rows(HOPPER, BF16, 8 * rows, 8)
         assert tile(row_variant(name, columns, HOPPER)) == expected
     for (columns, dtype), expected in WEIGHTS.items():
-        name = heuristics.choose_weights(HOPPER, dtype)
+        name = heuristics.choose_weights(HOPPER, BF16, dtype)
         assert tile(weight_variant(name, columns, dtype, HOPPER)) == expected
     assert tile(row_variant("tma", 1024)) == ("tma", 128, 256, 64, 3, 8, 1, 1)
     assert tile(row_variant("pointer", 1024)) == ("pointer", 64, 128, 32, 3, 4, 1, 1)

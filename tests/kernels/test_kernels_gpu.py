@@ -69,7 +69,7 @@ def plain_gemm(ends: list[int]):
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("rows", "experts", "K", "N"), [(3000, 16, 512, 768), (5000, 512, 256, 64)]
@@ -84,7 +84,7 @@ def test_grouped_gemm(rows, experts, K, N, routing, dtype):
     assert torch.equal(grouped_gemm(inputs[0], transposed, offsets), grouped_gemm(*inputs, offsets))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("experts", "D", "N"), [(16, 512, 768), (5, 72, 320)])
 def test_gather_gemm(experts, D, N, dtype):
     """Equal to permute and grouped_gemm; 72 columns take that path."""
@@ -105,6 +105,25 @@ def test_gather_gemm(experts, D, N, dtype):
         lambda h, w: plain_gemm(order.offsets_E.tolist())(h[order.order_R // 4], w),
         (hidden, w),
     )
+
+
+@pytest.mark.parametrize(("precision", "most"), [("highest", 1e-6), ("high", 2e-3)])
+def test_products_of_fp32_have_the_precision_of_torchs(precision, most):
+    torch.manual_seed(0)
+    offsets = check.group_ends(check.group_sizes("empty", 1000, 8, 2))
+    x, w, before = (
+        random(1000, 512, dtype=torch.float32),
+        random(8, 512, 256, dtype=torch.float32),
+        torch.get_float32_matmul_precision(),
+    )
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = grouped_gemm(x, w, offsets)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    error = check.error(found, reference.grouped_gemm(x.double(), w.double(), offsets))
+    assert error < most
+    assert (error > 1e-5) == (precision == "high")
 
 
 def test_main_grad_adds_in_fp32():

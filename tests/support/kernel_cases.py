@@ -43,6 +43,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "grouped GEMM, gathered rows": _gathered_rows,
         "grouped GEMM, weights": lambda: _weights(1024),
         "grouped GEMM, narrow weights": lambda: _weights(384),
+        "grouped GEMM, fp32": _products_of_fp32,
         "work lists": _work_lists,
         "order of rows": lambda: _order_of_rows(512),
         "permutation": _permutation,
@@ -93,6 +94,15 @@ def _weights(columns: int) -> None:
         for dtype, add in ((BF16, False), (FP32, False), (FP32, True)):
             dw = torch.empty(experts, 512, columns, dtype=dtype)
             gemm.matmul_weights(x, dy, _offsets(experts), out=dw, accumulate=add)
+
+
+def _products_of_fp32() -> None:
+    x, dy, dw = torch.empty(512, 256), torch.empty(512, 384), torch.empty(8, 256, 384)
+    for transposed in (False, True):
+        w = torch.empty((8, 384, 256) if transposed else (8, 256, 384))
+        gemm.matmul_rows(x, w, _offsets(8), transposed=transposed, out=dy)
+    for add in (False, True):
+        gemm.matmul_weights(x, dy, _offsets(8), out=dw, accumulate=add)
 
 
 def _work_lists() -> None:

@@ -25,7 +25,7 @@ class Variant:
 
     Attributes:
         name: cooperative, pingpong or gather (Gluon, for Hopper alone), tma or pointer (plain
-            Triton, portable).
+            Triton, portable), or fp32 (pointer with a tile for operands of 4 bytes).
         file: the file of this folder that has the kernel and its ``rows_launch`` (for gathered rows
             ``gathered_launch``) or ``weights_launch``.
         pieces: an output tile is stored in so many column pieces ...
@@ -59,6 +59,7 @@ def row_variant(name: str, columns: int, gpu: Architecture = HOPPER) -> Variant:
         Variant("gather", "sm90_rows", 128, n, 64, 4 if wide else 5, pieces=2 if wide else 1),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8),
         Variant("pointer", "portable_pointer", 64, 128, 32, 3),
+        Variant("fp32", "portable_pointer", 64, 128, 32, 3, warps=8),
     )
     return _chosen(variants, name, gpu)
 
@@ -86,6 +87,7 @@ def weight_variant(
         ),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8, pieces=halves),
         Variant("pointer", "portable_pointer", 64, 128, 32, 3),
+        Variant("fp32", "portable_pointer", 64, 128, 32, 3, warps=8),
     )  # fmt: skip
     return _chosen(variants, name, gpu)
 
@@ -103,15 +105,25 @@ def _chosen(variants: tuple[Variant, ...], name: str, gpu: Architecture) -> Vari
     return by_name[name] if own is None else replace(by_name[name], **asdict(own))
 
 
-def choose_rows(gpu: Architecture, rows: int, experts: int) -> str:
-    """The variant for these static averages. Measured on H200, see ``sm90_rows``."""
+def choose_rows(gpu: Architecture, dtype: torch.dtype, rows: int, experts: int) -> str:
+    """The variant for operands of a dtype and these static averages.
+
+    Measured on H200, see ``sm90_rows``.
+    """
+    if dtype == torch.float32:
+        return "fp32"
     if gpu is HOPPER:
         return "pingpong" if rows < 400 * experts else "cooperative"
     return gpu.gemms[0]
 
 
-def choose_weights(gpu: Architecture, out_dtype: torch.dtype) -> str:
-    """The variant for this output. Measured on H200, see ``sm90_weights``."""
+def choose_weights(gpu: Architecture, dtype: torch.dtype, out_dtype: torch.dtype) -> str:
+    """The variant for operands and an output of these dtypes.
+
+    Measured on H200, see ``sm90_weights``.
+    """
+    if dtype == torch.float32:
+        return "fp32"
     if gpu is HOPPER:
         return "pingpong" if out_dtype == torch.float32 else "cooperative"
     return gpu.gemms[0]

@@ -47,7 +47,7 @@ def matmul_rows(
 ) -> torch.Tensor:
     """``out_RN[r] = x_RK[r] @ w[e]`` for the rows of expert e: forward, and the input gradient.
 
-    bf16 or fp16 operands, fp32 accumulation. Does not synchronise.
+    bf16, fp16 or fp32 operands, fp32 accumulation. Does not synchronise.
 
     Args:
         w_EKN: [E, K, N], or [E, N, K] with ``transposed=True``.
@@ -68,7 +68,7 @@ def matmul_rows(
         return out
     if variant is None:
         gpu = architecture_of(device)
-        variant = row_variant(choose_rows(gpu, rows, experts), N, gpu)
+        variant = row_variant(choose_rows(gpu, x_RK.dtype, rows, experts), N, gpu)
     v, grid, last_round, partials = variant, sm_count(device), None, None
     kernels = kernels_of(v, device)
     if v.partial_sums and K >= LONG_SUM:
@@ -83,8 +83,9 @@ def matmul_rows(
 
 
 def can_gather(x: torch.Tensor) -> bool:
-    """Whether ``matmul_gathered`` takes these tokens: on Hopper, if 64 divides their width."""
-    return "gather" in architecture_of(x.device).gemms and x.shape[1] % 64 == 0
+    """Whether ``matmul_gathered`` takes these tokens: on Hopper, narrow, 64 divides their width."""
+    is_narrow = x.dtype != torch.float32
+    return is_narrow and "gather" in architecture_of(x.device).gemms and x.shape[1] % 64 == 0
 
 
 def matmul_gathered(
@@ -124,7 +125,7 @@ def matmul_weights(
 ) -> torch.Tensor:
     """``dw_EKN[e] = x[rows of e].T @ dy[rows of e]``: the weight gradient. Empty experts get zeros.
 
-    bf16 or fp16 operands, fp32 accumulation, deterministic. Does not synchronise.
+    bf16, fp16 or fp32 operands, fp32 accumulation, deterministic. Does not synchronise.
 
     Args:
         out: [E, K, N] in the dtype of x or float32.
@@ -143,7 +144,7 @@ def matmul_weights(
         return out if accumulate else out.zero_()
     if variant is None:
         gpu = architecture_of(device)
-        variant = weight_variant(choose_weights(gpu, out.dtype), N, out.dtype, gpu)
+        variant = weight_variant(choose_weights(gpu, x_RK.dtype, out.dtype), N, out.dtype, gpu)
     v, grid, limit, partials = variant, sm_count(device), 0, None
     kernels = kernels_of(v, device)
     if v.partial_sums:

@@ -4,8 +4,11 @@
     weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
 
 The same work lists and the same results as tma, with masks where that has hardware bounds.
-All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
+They alone take operands in fp32 (the variant fp32), with the precision that torch's own products
+have. All matrices are contiguous. Row offsets are 64-bit: R * K may exceed 2^31.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +37,7 @@ from moe_graphs.kernels.launching import Launch
 def rows_pointer_kernel(
     x_ptr, w_ptr, out_ptr, records_ptr, count_ptr, N, K,
     TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GRID: tl.constexpr,
+    GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr + COUNT_RECORDS) * tiles_n, GRID):
@@ -57,7 +60,7 @@ def rows_pointer_kernel(
             else:
                 at_w = w_ptr + e * N * K + ks[:, None] * N + columns[None, :]
             w = tl.load(at_w, mask=live_n & (ks < K)[:, None], other=0.0)
-            acc = tl.dot(x, w, acc)
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
         at_out = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
         tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=live_m & live_n)
 
@@ -66,7 +69,7 @@ def rows_pointer_kernel(
 def weights_pointer_kernel(
     x_ptr, dy_ptr, dw_ptr, records_ptr, count_ptr, M, N,
     ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    GRID: tl.constexpr,
+    GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -87,7 +90,7 @@ def weights_pointer_kernel(
             x = tl.load(at_x, mask=live[None, :] & (ms < M)[:, None], other=0.0)
             at_dy = dy_ptr + rows[:, None] * N + ns[None, :]
             dy = tl.load(at_dy, mask=live[:, None] & (ns < N)[None, :], other=0.0)
-            acc = tl.dot(x, dy, acc)
+            acc = tl.dot(x, dy, acc, input_precision=PRECISION)
         at_dw = dw_ptr + e * M * N + ms[:, None] * N + ns[None, :]
         live_dw = (ms < M)[:, None] & (ns < N)[None, :]
         if ADD:
@@ -107,8 +110,9 @@ def rows_launch(
 ) -> Launch:
     """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows."""
     args = (x_RK, w, out_RN, work.records, work.count, out_RN.shape[1], x_RK.shape[1])
-    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "GRID": grid}
-    tile |= {"TRANSPOSED": transposed, "num_warps": v.warps, "num_stages": v.stages}
+    tile: dict[str, Any] = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k}
+    tile |= {"GRID": grid, "TRANSPOSED": transposed, "PRECISION": _precision(x_RK)}
+    tile |= {"num_warps": v.warps, "num_stages": v.stages}
     return Launch(rows_pointer_kernel, grid, args, tile)
 
 
@@ -124,6 +128,13 @@ def weights_launch(
 ) -> Launch:
     """The launch of the weight-gradient kernel over `work`, an expert order; see `sm90_weights`."""
     args = (x_RK, dy_RN, dw_EKN, work.records, work.count, *dw_EKN.shape[1:])
-    tile = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k, "GRID": grid}
-    tile |= {"ADD": add != "", "num_warps": v.warps, "num_stages": v.stages}
+    tile: dict[str, Any] = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k}
+    tile |= {"GRID": grid, "ADD": add != "", "PRECISION": _precision(x_RK)}
+    tile |= {"num_warps": v.warps, "num_stages": v.stages}
     return Launch(weights_pointer_kernel, grid, args, tile)
+
+
+def _precision(x: torch.Tensor) -> str:
+    """Triton's name for the precision of torch's products in fp32."""
+    is_exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if is_exact else "tf32"
