@@ -6,9 +6,15 @@ Audits would find most of these changes, so they are off: this is about guards.
 
 from __future__ import annotations
 
+import argparse
+import collections
 import copy
+import enum
+import functools
 import sys
 import types
+import weakref
+from typing import ClassVar
 
 import torch
 
@@ -96,3 +102,90 @@ def of_two(name, forward, change=lambda m, e: m.sc.scales.reverse()):
 of_two("a deepcopy of a list of tensors", lambda s, x: s.l(x) * copy.deepcopy(s.scales)[0])
 of_two("a tensor that takes another one's storage", _viewed)
 of_two("a buffer that is written by its storage", _counted, lambda m, e: m.sc.seen.zero_())
+
+
+# ---- attributes of holders that are no plain objects, by their names and by any name
+
+
+def _a_function(): ...
+
+
+@functools.lru_cache
+def _a_cached_function():
+    return 1
+
+
+class Mapping(dict):
+    level = 1.0
+
+    def of(self, y):
+        return y * self.level
+
+
+class Listed(list):
+    __slots__ = ("gain",)
+
+
+class Row(tuple):
+    """A tuple with attributes."""
+
+
+class Reference(weakref.ref):
+    """A weak reference with attributes."""
+
+
+class Phase(enum.Enum):
+    first = 1
+
+
+class Plain:
+    levels: ClassVar[list[float]] = [1.0]
+
+
+HOLDERS = {
+    "a function": _a_function,
+    "a cached function": _a_cached_function,
+    "a partial": functools.partial(int),
+    "a dict of a class of its own": Mapping(),
+    "a list with slots": Listed(),
+    "an OrderedDict": collections.OrderedDict(),
+    "a tuple of a class of its own": Row((1, 2)),
+    "a weak reference of a class of its own": Reference(Plain),
+    "a member of an enum": Phase.first,
+    "a tensor": torch.ones(WIDTH),
+    "a module": types.ModuleType("programs_gains"),
+    "a class": Plain,
+    "arguments of a command": argparse.Namespace(),
+    "a namespace": types.SimpleNamespace(),
+}
+LETTERS = ["ga", "in"]
+
+
+def _picked(gain=1.0, **others):
+    return gain
+
+
+for _what, _of in HOLDERS.items():
+    held(f"an attribute of {_what}", lambda s, x, o=_of: s.l(x) * o.gain, _of)
+    held(f"getattr of {_what}", lambda s, x, o=_of: s.l(x) * getattr(o, "".join(LETTERS)), _of)
+    if hasattr(_of, "__dict__"):
+        held(f"vars of {_what}",
+             lambda s, x, o=_of: s.l(x) * _picked(**vars(o)),
+             _of)  # fmt: skip
+
+LISTED = types.ModuleType("programs_lists")
+LISTED.levels = [1.0]
+END = "els"
+MAPPING = Mapping()
+
+
+def of_list(name, forward, levels):
+    case(name, forward, start=lambda m, e: levels.__setitem__(0, 1.0),
+         change=lambda m, e: levels.__setitem__(0, 3.0), options=ALONE)  # fmt: skip
+
+
+of_list("a list in a module, by any name",
+        lambda s, x: s.l(x) * getattr(LISTED, f"lev{END}")[0], LISTED.levels)  # fmt: skip
+of_list("a list in a class, by any name",
+        lambda s, x: s.l(x) * getattr(Plain, f"lev{END}")[0], Plain.levels)  # fmt: skip
+held("a class of a dict", lambda s, x: MAPPING.of(s.l(x)), Mapping, "level")

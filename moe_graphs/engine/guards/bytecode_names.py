@@ -238,6 +238,9 @@ _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # Functions and attributes that hand out all attributes of an object, whatever their names.
 _WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", "dir", "getmembers",
           "__getstate__", "to_dict"}  # fmt: skip
+# Names among them that concern classes, modules and functions, too; ``__dict__`` also stands for
+# what ``getattr`` reads by a name that is put together.
+_OF_NAMESPACES = {"vars", "__dict__", "dir", "getmembers"}
 # Functions that look up an attribute whose name may be data.
 _BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
 
@@ -362,9 +365,16 @@ class AccessedNames:
         return not (self.is_estimate or _BY_DATA.isdisjoint(self.names_of_the_user()))
 
     @property
-    def puts_names_together(self) -> bool:
-        """Whether code of the user's looks up attributes by names that it puts together."""
-        return not self.is_estimate and any(map(_puts_names_together, self._code_of_the_user()))
+    def reads_namespaces(self) -> bool:
+        """Whether code of the user's may read a class, module or function by any name."""
+        return not (self.is_estimate or _OF_NAMESPACES.isdisjoint(self.names_of_the_user()))
+
+    def modules_as_values(self) -> set[int]:
+        """Ids of modules that the user's code hands on, as in ``vars(settings)``."""
+        code = self._code_of_the_user()
+        chains = ((self.code[each], chain) for each in code for chain in _ends_of_globals(each))
+        found = (module_at(*each) for each in chains)
+        return {id(module) for module in found if module is not None}
 
     @property
     def asks_for_identities(self) -> bool:
@@ -652,6 +662,31 @@ def attributes_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
         elif instruction.opname != "CACHE":
             chain = ()
     return frozenset(found)
+
+
+@functools.cache
+def _ends_of_globals(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """Paths ``a.b`` of which the code uses what lies there, and not an attribute of that."""
+    found: set[tuple[str, ...]] = set()
+    chain: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain = (*chain, instruction.argval)
+        elif instruction.opname != "CACHE":
+            if chain and instruction.opname not in ("STORE_ATTR", "DELETE_ATTR"):
+                found.add(chain)
+            chain = (instruction.argval,) if instruction.opname == "LOAD_GLOBAL" else ()
+    return frozenset(found)
+
+
+def module_at(globals_: dict[str, Any], path: Sequence[str]) -> types.ModuleType | None:
+    """The module that code with these globals finds at a path ``a.b``, or None."""
+    found: Any = globals_.get(path[0])
+    for name in path[1:]:
+        if not isinstance(found, types.ModuleType):
+            return None
+        found = vars(found).get(name)
+    return found if isinstance(found, types.ModuleType) else None
 
 
 @functools.cache

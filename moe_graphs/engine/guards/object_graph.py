@@ -8,6 +8,7 @@ not at functions. It does not look into torch's own modules.
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import collections
 import contextvars
@@ -21,7 +22,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from moe_graphs.engine.guards.bytecode_names import (
     attributes_of_globals,
     global_names_of,
     imports_of,
+    module_at,
 )
 from moe_graphs.engine.guards.introspection import (
     GONE,
@@ -112,22 +114,13 @@ def _of_other_modules(code: Code) -> dict[int, tuple[types.ModuleType, set[str]]
         if origin == "internal":
             continue
         for *path, key in attributes_of_globals(each):
-            module = _module_at(globals_, path)
+            module = module_at(globals_, path)
             if module is None:
                 continue
             value = vars(module).get(key, GONE)
             if value is not GONE and (origin == "own" or is_plain(value)):
                 found.setdefault(id(module), (module, set()))[1].add(key)
     return found
-
-
-def _module_at(globals_: dict[str, Any], path: list[str]) -> types.ModuleType | None:
-    found: Any = globals_.get(path[0], GONE)
-    for name in path[1:]:
-        if not isinstance(found, types.ModuleType):
-            return None
-        found = vars(found).get(name, GONE)
-    return found if isinstance(found, types.ModuleType) else None
 
 
 # ---- the walk
@@ -146,6 +139,15 @@ _VIEWS: tuple[type, ...] = (
 )
 # Values that are often made anew. Only what they hold is compared, not which object lies where.
 _MADE_ANEW = (tuple, frozenset, types.MethodType, weakref.ref, memoryview, *_VIEWS)
+
+# Values that are no plain objects, but may have attributes and a class of the user's own.
+_WITH_ATTRIBUTES = (dict, list, tuple, set, frozenset, collections.deque, functools.partial,
+                    functools._lru_cache_wrapper, weakref.ref)  # fmt: skip
+_WITHOUT_ATTRIBUTES = {dict, list, tuple, set, frozenset, collections.deque, weakref.ref,
+                       collections.defaultdict, torch.Size}  # fmt: skip
+# Classes of Python's own whose objects hold whatever the user puts there.
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, collections.OrderedDict, functools.partial,
+            functools._lru_cache_wrapper)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,10 @@ class Walk:
         self._whole = {"own"} if accessed.reads_whole(accessed.names) else set()
         self._whole |= {"library"} if by_user else set()
         self._whole_modules = {"own"} if by_user else set()
-        # Plain data of classes and of the user's own modules is compared by any name then.
-        self._puts_names_together = accessed.puts_names_together
+        # Data of classes, modules and functions is compared by any name then.
+        self._reads_namespaces = accessed.reads_namespaces
+        # Ids of modules that the code names only for their attributes.
+        self._looked_into: set[int] = set()
         self._looks_up_data = accessed.looks_up_data
         self._read_addresses = read_addresses
         self._tensor_names, self._assigned = tensor_names, assigned
@@ -285,8 +289,10 @@ class Walk:
             if id(value) not in self._first:
                 self._first[id(value)] = name, value, False
                 self._by_identity(value, name)
-        elif isinstance(value, _MADE_ANEW) or self._is_new(value, name, everything):
+        elif _is_made_anew(value) or self._is_new(value, name, everything):
             self._look_into(value, name, everything)
+            if isinstance(value, _WITH_ATTRIBUTES) and type(value) not in _WITHOUT_ATTRIBUTES:
+                self._attributes(value, name, everything)
 
     def _is_new(self, value: Any, name: str, everything: bool) -> bool:
         """Whether the object is to be looked into. A known one is noted by its first path."""
@@ -306,7 +312,8 @@ class Walk:
     def _by_identity(self, value: Any, name: str) -> None:
         if isinstance(value, types.ModuleType):
             if is_own_module(value):
-                whole = _data_of(vars(value)) if self._puts_names_together else frozenset[str]()
+                is_value = id(value) not in self._looked_into
+                whole = self._of_any_name(vars(value), _contents_of if is_value else _data_of)
                 self._namespace(vars(value), name, False, self._names | whole)
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
@@ -319,7 +326,8 @@ class Walk:
                 self._push(getattr(value, part), f"{name}.{part}", False)
         elif isinstance(value, enum.Enum):
             if origin_of_class(type(value)) != "internal":
-                names = frozenset(self._names | {"_value_", "_name_"})
+                whole = self._of_any_name(vars(value), _contents_of)
+                names = frozenset(self._names | {"_value_", "_name_"} | whole)
                 self._entries(vars(value), name, names, False)
                 self._class(type(value), f"{name}.__class__")
         elif isinstance(value, types.BuiltinFunctionType) and value.__self__ is not None:
@@ -333,7 +341,8 @@ class Walk:
             if everything or _is_read(value, self._read_addresses):
                 self.found.tensors[name] = value
             if self._is_of_the_user:  # the user's code may ask for attributes of a tensor
-                self._namespace(value.__dict__, name, False)
+                whole = self._of_any_name(value.__dict__, _contents_of)
+                self._namespace(value.__dict__, name, False, self._names | whole)
         elif is_bookkeeping(value) or isinstance(value, torch.jit.ScriptModule):
             self._note(name, value)
         elif isinstance(value, nn.Module):
@@ -504,13 +513,20 @@ class Walk:
             has_dictionary(value) or slots_of(kind) or is_without_state(kind)
         ):  # objects of a library's C code are taken for granted, as its functions are
             self.found.not_followed.append(f"{name} (a {kind.__name__}, whose state is in C)")
+        self._attributes(value, name, everything)
+
+    def _attributes(self, value: Any, name: str, everything: bool) -> None:
+        """Visits the class and the attributes of an object, as far as names mention them."""
+        kind: type = type(value)
+        origin = origin_of_class(kind)
         if origin == "own":
             self.found.kinds.append(value)
         self._note(f"{name}.__class__", kind)
         self._class(kind, f"{name}.__class__")
         # A graph counts its calls, so of a graph only what the user asks for is compared.
         asked = self._reads.names_of_the_user() if is_of_engine(kind) else self._names
-        whole = everything or (origin in self._whole and _is_record(value))
+        is_whole = origin in self._whole or (self._whole and isinstance(value, _RECORDS))
+        whole = everything or (is_whole and _is_record(value))
         names = None if whole else asked | names_within(kind)
         if has_dictionary(value):
             self._namespace(vars(value), name, everything, names)
@@ -565,14 +581,21 @@ class Walk:
         """Names in a class that the user's code may read, though nothing mentions them."""
         is_of_training = issubclass(kind, (nn.Module, Optimizer, LRScheduler))
         found = frozenset({"__dataclass_fields__"} if self._whole else ())
-        if self._puts_names_together and (origin == "own" or not is_of_training):
-            found |= _data_of(vars(kind))
+        if origin == "own" or not is_of_training:
+            found |= self._of_any_name(vars(kind), _contents_of if origin == "own" else _data_of)
         return found
+
+    def _of_any_name(
+        self, place: Mapping[str, Any], part: Callable[[Mapping[str, Any]], frozenset[str]]
+    ) -> frozenset[str]:
+        """The names in a namespace that the user's code may read without mentioning them."""
+        return part(place) if self._reads_namespaces else frozenset()
 
     def _function(self, function: types.FunctionType, name: str) -> None:
         code = function.__code__
         if function.__dict__:
-            self._namespace(function.__dict__, name, False)
+            whole = self._of_any_name(function.__dict__, _contents_of)
+            self._namespace(function.__dict__, name, False, self._names | whole)
         if code not in self._reads.code:
             return
         if is_of_package(code):
@@ -602,10 +625,14 @@ class Walk:
             package = name if "__path__" in globals_ else name.rpartition(".")[0]
             package = text_in(globals_, "__package__") or package
             for name in sorted(imports_of(code, package) & sys.modules.keys()):
+                self._looked_into.add(id(sys.modules[name]))
                 self._push(sys.modules[name], name, False)
+        as_values = self._reads.modules_as_values() if self._reads_namespaces else set()
         for container, separator in containers_of_globals(self._reads.code):
             self.found.containers.append(container)
             for key, child in container.contents().items():
+                if isinstance(child, types.ModuleType) and id(child) not in as_values:
+                    self._looked_into.add(id(child))
                 self._push(child, f"{container.name}{separator}{key}", False)
 
     def _cache(self, cache: functools._lru_cache_wrapper[Any], name: str) -> None:
@@ -649,9 +676,32 @@ class Walk:
         self.found.not_followed.append(f"{name} ({size:,} entries or bytes)")
 
 
+def _is_made_anew(value: Any) -> bool:
+    """Whether it does not matter which object lies there, but only what it holds."""
+    if (
+        isinstance(value, (tuple, frozenset, weakref.ref))
+        and type(value) not in _WITHOUT_ATTRIBUTES
+    ):
+        return not (has_dictionary(value) and vars(value))
+    return isinstance(value, _MADE_ANEW)
+
+
 def _data_of(place: Mapping[str, Any]) -> frozenset[str]:
     """Names of plain data in a class or a module, without those with two underscores."""
     return frozenset(name for name in place if name[:2] != "__" and is_plain(place[name]))
+
+
+def _contents_of(place: Mapping[str, Any]) -> frozenset[str]:
+    """Names of data and of functions in a class, a module or a function, without such names."""
+    return frozenset(
+        name
+        for name, value in place.items()
+        if name[:2] != "__" and name != "_abc_impl" and (is_data(value) or _is_function(value))
+    )
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
 
 
 def _is_record(value: Any) -> bool:
