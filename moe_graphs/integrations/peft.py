@@ -50,11 +50,12 @@ def why_summed(experts: nn.Module) -> str | None:
         if any(hooks_of(module)) or "forward" in vars(module):
             return "there are hooks or a forward on experts with LoRA"
     for wrapper in wrappers:
-        weight = getattr(base, wrapper.parameter_name)
+        weight = getattr(base, wrapper.parameter_name, None)  # none, or no parameter, in few bits
+        is_trained = weight is not None and weight.requires_grad
         if wrapper.disable_adapters:
             if wrapper.merged:
                 return "merged LoRA on experts is disabled"
-        elif not wrapper.merged and weight.requires_grad and torch.is_grad_enabled():
+        elif not wrapper.merged and is_trained and torch.is_grad_enabled():
             return "experts with LoRA require gradients themselves"
         if wrapper.num_experts == 1:
             return "there is LoRA on one expert"

@@ -35,6 +35,10 @@ from moe_graphs.integrations.transformers.accelerated import (
 from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
 from moe_graphs.integrations.transformers.graph_callback import GraphCallback
+from moe_graphs.integrations.transformers.quantized_experts import (
+    QuantizedExperts,
+    quantize_experts,
+)
 from moe_graphs.integrations.transformers.static_masks import static_batch
 from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 
@@ -44,9 +48,11 @@ __all__ = [
     "Change",
     "Changes",
     "GraphCallback",
+    "QuantizedExperts",
     "accelerate_model",
     "causal_lm_loss",
     "experts_forward",
+    "quantize_experts",
     "register",
     "static_batch",
     "swap_moe_layers",

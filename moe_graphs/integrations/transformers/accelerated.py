@@ -29,6 +29,7 @@ from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits,
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.lengths import SHAPES, Lengths, pad_lengths
 from moe_graphs.integrations.transformers.packed_rows import mask_documents
+from moe_graphs.integrations.transformers.quantized_experts import adopt_quantized
 from moe_graphs.integrations.transformers.reached_code import host_read
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
@@ -227,6 +228,7 @@ def without_wrappers(model: Any) -> Any:
 
 def _change_experts(model: Any, done: Accelerated) -> None:
     """Whole blocks where that is known, the experts alone in others."""
+    adopt_quantized(model, done)
     done.add(swap_moe_layers(model))
     kinds = Counter(type(m).__name__ for m in model.modules() if hasattr(type(m), "_apply_gate"))
     if not kinds:

@@ -20,13 +20,14 @@ from moe_graphs.integrations.transformers.experts_interface import (
     experts_with_lora,
     why_no_lora,
 )
+from moe_graphs.integrations.transformers.packing import packing_of, refuse_summed
 
 
 def multiply_rows(model: nn.Module, done: Changes) -> None:
     """Lets experts with PEFT's wrappers multiply their rows. ``done`` takes the changes."""
-    found = _outermost(model)
+    found = outermost(model)
     note = "on experts: factors multiply the rows"
-    done.changed_unless("lora", found, _why_not, _multiplying, note, SUMMED)
+    done.changed_unless("lora", found, _why_not, multiplying_rows, note, SUMMED)
     done.watch(functools.partial(_later, model, set(map(id, found))))
 
 
@@ -34,7 +35,7 @@ def _why_not(module: nn.Module) -> str | None:
     return why_no_lora(innermost(module))
 
 
-def _outermost(model: nn.Module) -> list[nn.Module]:
+def outermost(model: nn.Module) -> list[nn.Module]:
     """The outermost of PEFT's wrappers around each of transformers' experts modules."""
     found, inside = [], set[int]()
     for module in model.modules():
@@ -48,23 +49,32 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
 
 def _later(model: nn.Module, known: set[int]) -> list[Change]:
     """Wrappers that PEFT has put around experts since."""
-    count = sum(id(module) not in known for module in _outermost(model))
+    count = sum(id(module) not in known for module in outermost(model))
     note = f"apply PEFT before accelerate_model: {SUMMED}"
     return [Change("lora", "ParamWrapper", count, False, note)] if count else []
 
 
-def _multiplying(kind: type[Any]) -> Any:
+def multiplying_rows(kind: type[Any]) -> Any:
+    """The forward of PEFT's outermost wrapper around experts that multiplies their rows."""
     forward = kind.forward
 
     @functools.wraps(forward)
     def multiplying(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         base = innermost(self)
-        if kwargs or len(args) != 3 or base.config._experts_implementation != NAME:
+        is_packed = packing_of(base) is not None
+        if not is_packed and (
+            kwargs or len(args) != 3 or base.config._experts_implementation != NAME
+        ):
             return forward(self, *args, **kwargs)
         reason = why_summed(self)
-        if reason is not None:
+        if is_packed:
+            refuse_summed(reason)
+        elif reason is not None:
             warnings.warn(f"{reason}: {SUMMED}", GraphWarning, stacklevel=2)
             return forward(self, *args)
-        return experts_with_lora(base, *args, lora_of(self))
+        found: Tensor = functools.partial(experts_with_lora, lora=lora_of(self))(
+            base, *args, **kwargs
+        )
+        return found
 
     return multiplying

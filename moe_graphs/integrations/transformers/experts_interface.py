@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.dispatch.local_rows import local_rows
 from moe_graphs.integrations.peft import beside_products
+from moe_graphs.integrations.transformers.packing import weight_of
 from moe_graphs.kernels import (
     RowOrder,
     grouped_gemm,
@@ -26,6 +27,7 @@ from moe_graphs.kernels import (
 )
 from moe_graphs.kernels.gemm import grouped_gemm_wgrad
 from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.packed_weights import PackedWeight
 from moe_graphs.kernels.routed_experts.lora import (
     LoRA,
     down_projection_with_lora,
@@ -134,7 +136,8 @@ def _sums(
 
     A bias behind the second product is a bias of the sum, with the sum of its routing weights.
     """
-    w1, w2 = _weight(experts, "gate_up_proj"), _weight(experts, "down_proj")
+    turned = experts.is_transposed
+    w1, w2 = (weight_of(experts, n, is_transposed=turned) for n in ("gate_up_proj", "down_proj"))
     tokens_TH, ends_E = _in_dtype_of(w1, hidden_TH), order.offsets_E
     first, second = beside_products(lora, is_transposed=experts.is_transposed)
     gate_up_R2F = up_projection_with_lora(tokens_TH, order, index_TK.shape[1], w1, first)
@@ -167,6 +170,8 @@ def _gate_of(experts: Any) -> ClampedGate | None:
         return NO_CLAMP
     if not experts.has_gate:
         return None
+    if type(experts)._apply_gate.__qualname__ == "FP8Experts._apply_gate":
+        return _gate_of_fp8(experts)
     function = type(experts)._apply_gate
     names = _CLAMPED.get((function.__module__.rpartition(".")[2], function.__qualname__))
     if names is None:
@@ -179,6 +184,19 @@ def _gate_of(experts: Any) -> ClampedGate | None:
         return ClampedGate(1.0, float(limit), 0.0, by_turns=False) if is_silu else None
     by_turns = not getattr(experts, "is_concatenated", True)
     return ClampedGate(float(alpha), float(limit), by_turns=by_turns)
+
+
+def _gate_of_fp8(experts: Any) -> ClampedGate | None:
+    """The activation that transformers' ``FP8Experts`` takes from the model's configuration."""
+    if getattr(experts, "gate_softcap", None) is not None:
+        return None
+    alpha, limit = (getattr(experts, name, None) for name in ("swiglu_alpha", "swiglu_limit"))
+    if alpha is not None and limit is not None and limit > 0:
+        return ClampedGate(float(alpha), float(limit), by_turns=False)
+    if alpha is not None or not isinstance(experts.act_fn, _silu_classes()):
+        return None
+    limit = getattr(experts, "limit", None)
+    return NO_CLAMP if limit is None else ClampedGate(1.0, float(limit), 0.0, by_turns=False)
 
 
 def _has_others(experts: Any) -> bool:
@@ -205,7 +223,7 @@ def _weight(experts: Any, name: str) -> Tensor:
     return weight if experts.is_transposed else weight.transpose(1, 2)
 
 
-def _in_dtype_of(weight: Tensor, rows: Tensor) -> Tensor:
+def _in_dtype_of(weight: Tensor | PackedWeight, rows: Tensor) -> Tensor:
     """Casts as the module does, unless autocast casts both."""
     return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(weight.dtype)
 

@@ -25,6 +25,12 @@ from moe_graphs.integrations.peft import (
     why_summed,
 )
 from moe_graphs.integrations.transformers.collected_outputs import is_collecting
+from moe_graphs.integrations.transformers.packing import (
+    WEIGHTS,
+    packing_of,
+    refuse_summed,
+    weight_of,
+)
 from moe_graphs.kernels import RowOrder, route
 from moe_graphs.kernels.choose_experts.reference import pairs_per_expert
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
@@ -50,17 +56,16 @@ class PreparedRows:
 
 
 class SwappedExperts(nn.Module):
-    """Experts with the very parameters of ``experts``.
+    """Experts with the very parameters of ``experts``, or buffers where weights are in few bits.
 
     ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]``: transposed views multiply the rows.
     """
 
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
-
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self._parameters.update(experts._parameters)
+        self._buffers.update(experts._buffers)
+        self.packing = packing_of(experts)
         self.training = experts.training
 
     def forward(
@@ -77,9 +82,9 @@ class SwappedExperts(nn.Module):
         is_sorted: bool,
     ) -> Tensor:
         """The forward with factors beside the parameters of these names, in their layout."""
+        w1_ED2F, w2_EFD = (weight_of(self, name, is_transposed=False) for name in WEIGHTS)
         if not torch.is_autocast_enabled(tokens_TD.device.type):
-            tokens_TD = tokens_TD.to(self.gate_up_proj.dtype)
-        w1_ED2F, w2_EFD = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
+            tokens_TD = tokens_TD.to(w1_ED2F.dtype)
         factors = beside_products(lora, is_transposed=False)
         given = tokens_TD, order, weights_TK, w1_ED2F, w2_EFD, *factors
         return routed_experts_with_lora(*given, is_sorted=is_sorted)
@@ -178,7 +183,9 @@ class SwappedMoE(MoEStages):
     def call_experts(self, dispatched: Dispatched) -> Tensor:
         rows = dispatched.tokens_XD, dispatched.order, dispatched.weights_XK, dispatched.is_sorted
         reason = why_summed(self.experts)
-        if reason is not None:
+        if packing_of(innermost(self.experts)) is not None:
+            refuse_summed(reason)
+        elif reason is not None:
             warnings.warn(f"{reason}: {SUMMED}", GraphWarning, stacklevel=2)
             return self.experts(*rows)
         return innermost(self.experts).with_lora(lora_of(self.experts), *rows)

@@ -18,6 +18,7 @@ from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.integrations.peft import SUMMED, innermost, why_summed, wrappers_around
 from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import is_swiglu
+from moe_graphs.integrations.transformers.packing import dense_stand_in, packing_of
 from moe_graphs.integrations.transformers.swapped_block import (
     BIAS,
     ROUTERS,
@@ -140,6 +141,7 @@ class _Swap:
         block._buffers.update(swapped._buffers)
         ours, wrappers = innermost(swapped.experts), wrappers_around(swapped.experts)
         experts._parameters.update(ours._parameters)
+        experts._buffers.update(ours._buffers)
         experts.training = ours.training
         block._modules.update(swapped._modules)  # parts may have been wrapped since
         if wrappers:
@@ -166,15 +168,26 @@ def _summed_weights(kind: str, blocks: list[SwappedMoE]) -> list[Change]:
 
 def _swap(block: Any, places: list[tuple[nn.Module, str]]) -> _Swap:
     bare = _without_wrappers(block)
-    return _Swap(block, SwappedMoE(bare, _config(bare)), places, bare.experts)
+    config = _config(_with_dense_experts(bare))
+    return _Swap(block, SwappedMoE(bare, config), places, bare.experts)
 
 
 def _without_wrappers(block: Any) -> Any:
     """The block, or a shallow copy of it whose experts have no wrappers of PEFT around them."""
-    if not wrappers_around(block.experts):
+    return _with_experts(block, innermost(block.experts))
+
+
+def _with_dense_experts(block: Any) -> Any:
+    """The block, or a shallow copy of it whose experts in few bits have stand-ins on no device."""
+    packed = packing_of(block.experts) is not None
+    return _with_experts(block, dense_stand_in(block.experts)) if packed else block
+
+
+def _with_experts(block: Any, experts: nn.Module) -> Any:
+    if experts is block.experts:
         return block
     bare = copy.copy(block)
-    bare.__dict__["_modules"] = block._modules | {"experts": innermost(block.experts)}
+    bare.__dict__["_modules"] = block._modules | {"experts": experts}
     return bare
 
 
@@ -200,7 +213,12 @@ def _reason_to_leave(block: Any, tried: dict[Any, str | None]) -> str | None:
     if type(block).__name__ not in _KINDS:
         part = _unknown_part(block)
         return f"its class is not one that we have read: {part}{_conversion(block)}"
-    reason = _other_parts(block) or _other_experts(block.experts) or _other_weights(block)
+    if type(block.experts).__name__ == "FP8Experts":
+        return "its experts are FP8Experts"
+    reason = _other_parts(block)
+    if reason is None:  # what runs before experts in few bits is looked at as it is
+        block = _with_dense_experts(block)
+        reason = _other_experts(block.experts) or _other_weights(block)
     if reason is not None:
         return reason
     try:

@@ -1,0 +1,238 @@
+"""Frozen experts of a transformers model in few bits, for LoRA beside them or elsewhere.
+
+Source of the formats: bitsandbytes (NF4), transformers (``Mxfp4GptOssExperts``, ``FP8Experts``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.integrations.transformers.adapted_experts import multiplying_rows, outermost
+from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
+from moe_graphs.integrations.transformers.experts_interface import experts_forward, why_no_lora
+from moe_graphs.integrations.transformers.packing import WEIGHTS, Packing, packing_of
+from moe_graphs.integrations.transformers.swapped_block import SwappedExperts
+from moe_graphs.kernels.packed_weights import FORMATS, PackedFormat, Scratch, format_named
+from moe_graphs.report_tables import format_bytes
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class QuantizedExperts:
+    """A record of what ``quantize_experts`` did; ``print`` it.
+
+    Attributes:
+        format: the name of the format.
+        layers: the number of experts modules.
+        bytes_before, bytes_after: those of their weights.
+        scratch_bytes: memory that all layers share, made in the first forward on a device.
+    """
+
+    format: str
+    layers: int
+    bytes_before: int
+    bytes_after: int
+    scratch_bytes: int
+
+    def __str__(self) -> str:
+        sizes = self.bytes_before, self.bytes_after, self.scratch_bytes
+        before, after, scratch = map(format_bytes, sizes)
+        return (
+            f"experts of {self.layers} layers in {self.format}: {before} before, {after} now; all "
+            f"layers dequantise into one scratch of {scratch}"
+        )
+
+
+def quantize_experts(
+    model: nn.Module, format: str = "nf4", *, device: torch.device | str | None = None
+) -> QuantizedExperts:
+    """Packs the frozen experts of a transformers model into few bits, in place.
+
+    Parameters ``gate_up_proj`` and ``down_proj`` of each experts module make way for buffers, and
+    their memory is free once nobody else holds them. Forward and backward dequantise a layer's
+    weights into one scratch that all layers share; no gradient of them is computed. The state
+    dictionary has the buffers: ``load_state_dict`` of a model that was quantised in the same way
+    takes it, also with ``assign=True`` if it was quantised on the meta device.
+
+    Call it behind PEFT, whose ``target_parameters`` name the parameters, and before
+    ``accelerate_model``. PEFT cannot merge into packed weights.
+
+    Args:
+        model: a ``PreTrainedModel``, or PEFT's around it.
+        format: ``"nf4"``, ``"mxfp4"`` or ``"fp8"``.
+        device: where packed weights go, layer by layer, so that a model on the CPU needs no room
+            for its experts in bf16 on a GPU. ``model.to(device)`` moves the rest. By default they
+            stay where they are.
+
+    Raises:
+        ValueError: there is no such format, there are no experts, they require gradients, are
+            packed or accelerated already, have sizes that do not divide by the format's block, or
+            compute what our kernels do not. Nothing is changed then.
+    """
+    kind = format_named(format)
+    found = _experts_of(model)
+    for name, module in found.items():
+        reason = _why_not(module, kind)
+        if reason is not None:
+            raise ValueError(f"quantize_experts: {name} ({type(module).__name__}): {reason}")
+    scratch, before, after = Scratch(), 0, 0
+    for module in found.values():
+        before += sum(getattr(module, name).nbytes for name in WEIGHTS)
+        _pack(module, kind, scratch, device)
+        after += sum(_packed_bytes(module, name, kind) for name in WEIGHTS)
+    for wrapper in outermost(model):
+        _give_forward(wrapper, multiplying_rows)
+    return QuantizedExperts(format, len(found), before, after, scratch.nbytes)
+
+
+def _experts_of(model: nn.Module) -> dict[str, Any]:
+    found = {n: m for n, m in model.named_modules() if hasattr(type(m), "_apply_gate")}
+    if any(isinstance(module, SwappedExperts) for module in model.modules()):
+        raise ValueError(
+            "quantize_experts: the model is accelerated already: call it before accelerate_model"
+        )
+    if not found:
+        raise ValueError(
+            f"quantize_experts: {type(model).__name__} has no experts of transformers' interface"
+        )
+    return found
+
+
+def _why_not(experts: Any, kind: PackedFormat) -> str | None:
+    """The reason why the weights of a module cannot be packed, or None."""
+    if packing_of(experts) is not None:
+        return "its weights are in few bits already"
+    if {*WEIGHTS} - {name for name, _ in experts.named_parameters(recurse=False)}:
+        return f"it has no parameters {' and '.join(WEIGHTS)}"
+    for name in WEIGHTS:
+        weight = getattr(experts, name)
+        if type(weight) is not nn.Parameter or weight.dtype not in _FLOATS:
+            return f"{name} is a {type(weight).__name__} of {weight.dtype}"
+        if weight.requires_grad:
+            return (
+                f"{name} requires gradients, and packed weights are frozen: apply PEFT before, or "
+                f"model.requires_grad_(False)"
+            )
+        try:
+            kind.packed_shapes(_stored(experts, weight, kind).shape)
+        except ValueError as error:
+            return f"{name}: {error}"
+    if getattr(experts, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    if any(hooks_of(experts)) or "forward" in vars(experts):
+        return "ours would not run the hooks or the forward set on it"
+    return why_no_lora(experts)
+
+
+def _stored(experts: Any, weight: Tensor, kind: PackedFormat) -> Tensor:
+    """The weight in the layout that the format packs."""
+    is_turned = kind.along_inputs and experts.is_transposed
+    return weight.detach().transpose(1, 2) if is_turned else weight.detach()
+
+
+def _pack(
+    experts: Any, kind: PackedFormat, scratch: Scratch, device: torch.device | str | None
+) -> None:
+    dtype = experts.gate_up_proj.dtype
+    for name in WEIGHTS:
+        weight = _stored(experts, experts._parameters.pop(name), kind)
+        scratch.announce(weight.shape, dtype)
+        packed = kind.quantize(weight if device is None else weight.to(device))
+        for end, each in zip(kind.suffixes, packed, strict=True):
+            experts.register_buffer(name + end, each)
+    transposed = kind.along_inputs or not experts.is_transposed
+    experts.packing = Packing(kind.name, dtype, transposed, scratch)
+    _give_forward(experts, packed_forward)
+
+
+def _give_forward(module: Any, maker: Callable[[type[Any]], Any]) -> None:
+    kind: Any = type(module)
+    change_class([module], derived(kind, maker))
+
+
+def _packed_bytes(experts: Any, name: str, kind: PackedFormat) -> int:
+    return sum(getattr(experts, name + end).nbytes for end in kind.suffixes)
+
+
+def packed_forward(kind: type[Any]) -> Callable[..., Tensor]:
+    """The forward of packed experts of a class, whatever implementation its model has chosen."""
+
+    @functools.wraps(kind.forward)
+    def forward(
+        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    return forward
+
+
+# ---- experts that transformers has quantised
+
+
+def adopt_quantized(model: Any, done: Changes) -> None:
+    """Lets our products read the weights of transformers' quantised experts. ``done`` notes it."""
+    kinds = Counter(type(m).__name__ for m in model.modules() if _is_swizzled_mxfp4(m))
+    for what, count in kinds.items():
+        note = (
+            "its weights lie as triton_kernels swizzles them: load with "
+            "Mxfp4Config(dequantize=True) on the CPU, then quantize_experts(model, 'mxfp4', "
+            "device=...)"
+        )
+        done.left("experts", what, count, note)
+    found = [module for module in model.modules() if _is_fp8(module)]
+    reasons = list(map(_why_own_fp8, found))
+    served = [module for module, why in zip(found, reasons, strict=True) if why is None]
+    for why, count in Counter(filter(None, reasons)).items():
+        done.left("experts", "FP8Experts", count, why)
+    if not served:
+        return
+    scratch, dtype = Scratch(), model.get_input_embeddings().weight.dtype
+    before = [(module, type(module)) for module in served]
+    for module in served:
+        for name in WEIGHTS:
+            scratch.announce(getattr(module, name).shape, dtype)
+        module.packing = Packing("fp8", dtype, True, scratch)
+        _give_forward(module, packed_forward)
+    note = f"grouped GEMMs of weights dequantised to {dtype}; rows are not rounded to FP8"
+    done.changed("experts", "FP8Experts", len(served), note, functools.partial(_give_up, before))
+
+
+def _give_up(before: list[tuple[Any, type[nn.Module]]]) -> None:
+    for module, kind in before:
+        del module.packing
+        module.__class__ = kind
+
+
+def _is_swizzled_mxfp4(module: nn.Module) -> bool:
+    return type(module).__name__ == "Mxfp4GptOssExperts"
+
+
+def _is_fp8(module: nn.Module) -> bool:
+    is_fp8 = type(module).__name__ == "FP8Experts"
+    return is_fp8 and type(module).__module__.startswith("transformers.")
+
+
+def _why_own_fp8(experts: Any) -> str | None:
+    """The reason why transformers' own forward stays, or None."""
+    if not getattr(experts, "has_gate", False):
+        return "they have no gate"
+    for name in WEIGHTS:
+        weight, scales = getattr(experts, name), getattr(experts, f"{name}_scale_inv", None)
+        if not isinstance(scales, Tensor):
+            return f"{name} has no scale_inv"
+        try:
+            FORMATS["fp8"].check(weight, scales)
+        except ValueError as error:
+            return str(error)
+        if weight.requires_grad or scales.requires_grad:
+            return "they require gradients: freeze them"
+    return why_no_lora(experts)
