@@ -333,7 +333,7 @@ def test_swizzled_mxfp4_experts_are_left_by_name():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-def test_on_a_gpu_graphs_replay_over_a_poisoned_scratch(name):
+def test_on_a_gpu_graphs_replay_over_a_poisoned_scratch(name, deterministic):
     """bf16 with LoRA: losses and parameters with graphs, without, and of dequantised weights."""
     results = []
     for kind in ("dense", "eager", "graphs"):
