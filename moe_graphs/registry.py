@@ -116,6 +116,13 @@ EXPERTS = Registry(
         "megablocks": "moe_graphs.integrations.megablocks:MegaBlocksExperts",
     },
 )
+ATTENTIONS = Registry(
+    "attention",
+    {
+        "grouped_query": "moe_graphs.layers.attention:Attention",
+        "latent": "moe_graphs.layers.latent_attention:LatentAttention",
+    },
+)
 PROJECTIONS = Registry(
     "linear",
     {

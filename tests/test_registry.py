@@ -31,7 +31,15 @@ from moe_graphs.registry import (
     PROJECTIONS,
     Registry,
 )
-from own_parts import OwnDispatcher, OwnExperts, OwnLinear, OwnLion, own_model
+from own_parts import (
+    OwnAttention,
+    OwnDispatcher,
+    OwnExperts,
+    OwnLinear,
+    OwnLion,
+    gated_preset,
+    own_model,
+)
 
 PACKAGE = Path(moe_graphs.__file__).parent
 OWN_LION, OWN_DISPATCHER = "own_parts:OwnLion", "own_parts:OwnDispatcher"
@@ -196,6 +204,24 @@ def test_a_preset_of_a_users_own_trains_goes_on_and_is_planned(text, tmp_path):
     assert found.exit_code == 0, found.stderr
     planned = invoke("plan", "--model", own, "--gpus", 1, "--json")
     assert json.loads(planned.stdout)["tokens"] == 4 * 32  # the preset's batch
+
+
+def test_attention_of_a_users_own_trains_in_graphs_and_is_refused_where_it_is_unknown(
+    text, tmp_path
+):
+    common = ["--preset", "own_parts:gated_preset", "--data", text, "--device", "cpu"]
+    muon = ["--optimizer", "muon", "--compare", "--impl", "full_iteration", "--json"]
+    found = invoke("train", *common, *muon, "--steps", 16)
+    assert found.exit_code == 0, found.stderr
+    assert json.loads(found.stdout)["parameters_bitwise_equal"] is True
+    model = LanguageModel(gated_preset().model)
+    assert type(model.layers[0].attention) is OwnAttention
+    with pytest.raises(ValueError, match="attention"):
+        model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="attention: 'latnt' is unknown: choose one of grouped_qu"):
+        dataclasses.replace(own_model(), attention="latnt")
+    with pytest.raises(ValueError, match="sizes of its own: set latent"):
+        LanguageModel(dataclasses.replace(own_model(), attention="latent"))
 
 
 def test_a_model_of_a_users_own_is_planned():

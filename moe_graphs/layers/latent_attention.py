@@ -48,7 +48,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         latent, size = config.latent, config.hidden_size
-        assert latent is not None
+        if latent is None:
+            raise ValueError("latent attention has sizes of its own: set latent")
         self.num_heads, self.rope, self.dropout = config.num_heads, rope, config.attention_dropout
         self.query_sizes = (latent.plain_head_dim, latent.rope_head_dim)
         self.kv_sizes = (latent.plain_head_dim, latent.value_head_dim)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
-from moe_graphs.registry import EXPERTS, PROJECTIONS
+from moe_graphs.registry import ATTENTIONS, EXPERTS, PROJECTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,8 @@ class TransformerConfig:
             every n-th (layers n-1, 2n-1, ...). Without ``moe`` all layers are dense.
         linear: kernels of the projections in attention, dense layers and shared experts, see
             ``layers.linear``. Router, norms, embedding and head always use ours or torch's.
+        attention: a class of ``registry.ATTENTIONS``, or ``module:Class`` of your own; None for
+            latent attention with ``latent``, else grouped-query attention.
     """
 
     hidden_size: int
@@ -176,6 +178,7 @@ class TransformerConfig:
     moe: MoEConfig | None = None
     moe_layers: Literal["all", "none"] | tuple[bool, ...] | int = "all"
     linear: str = "torch"
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         _positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
@@ -186,8 +189,14 @@ class TransformerConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         PROJECTIONS.check(self.linear)
+        ATTENTIONS.check(self.attention_kind)
         self._check_heads()
         self._check_layers()
+
+    @property
+    def attention_kind(self) -> str:
+        """The name of the attention's class."""
+        return self.attention or ("grouped_query" if self.latent is None else "latent")
 
     @property
     def kv_heads(self) -> int:

@@ -16,13 +16,12 @@ from torch.nn import functional
 
 from moe_graphs.dispatch import Dispatcher
 from moe_graphs.kernels import add_rms_norm
-from moe_graphs.layers.attention import Attention
-from moe_graphs.layers.latent_attention import LatentAttention
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.moe import MoELayer, Prepared, Routed
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
+from moe_graphs.registry import ATTENTIONS
 from moe_graphs.staged import Stage, Staged, record
 
 
@@ -88,8 +87,7 @@ class TransformerLayer(Staged):
         if rope is None:
             rope = RotaryEmbedding.of(config, device)
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
-        kind = Attention if config.latent is None else LatentAttention
-        self.attention = kind(config, rope, **factory)
+        self.attention = ATTENTIONS[config.attention_kind](config, rope, **factory)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.moe: MoELayer | None = None
         self.mlp: SwiGLU | None = None

@@ -148,6 +148,7 @@ def _in_this_process(options: RunOptions) -> LanguageModel:
         "device": options.device,
         "dtype": options.dtype,
     }
+    torch.manual_seed(seed)  # of what parts of a user's own draw when they are made
     if options.init is not None:
         experts = "moe_graphs" if config.moe is None else config.moe.experts
         given |= {"linear": config.linear, "experts": experts}

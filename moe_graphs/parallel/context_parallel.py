@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_graphs.layers import (
-    Attention,
-    HeadExchange,
-    LanguageModel,
-    LatentAttention,
-    TransformerConfig,
-)
+from moe_graphs.layers import HeadExchange, LanguageModel, TransformerConfig
 from moe_graphs.layout import ParallelConfig
 from moe_graphs.parallel.degrees import Degree
 from moe_graphs.parallel.model_stage import ModelStage
@@ -51,16 +46,16 @@ class ContextParallel(Degree):
 def apply_context_parallel(model: nn.Module, exchange: HeadExchange) -> nn.Module:
     """Make ``model`` take this rank's part of every sequence (``part_of_sequences``), in place.
 
-    Every attention module of ours gets the exchange; no parameter changes. A rank's gradients are
-    those of its own loss: sum them over ``exchange.group``, as between data-parallel ranks. Graphs
-    of scopes and of whole steps can hold the exchange.
+    Every module with an attribute ``exchange`` gets it; no parameter changes. A rank's gradients
+    are those of its own loss: sum them over ``exchange.group``, as between data-parallel ranks.
+    Graphs of scopes and of whole steps can hold the exchange.
 
     Raises:
-        ValueError: the ranks cannot share the heads, or the model has no attention of ours.
+        ValueError: the ranks cannot share the heads, or the model has no such attention.
     """
     found = list(_attentions(model))
     if not found:
-        raise ValueError("cp: the model has no Attention or LatentAttention to divide")
+        raise ValueError("cp: the model has no attention that takes an exchange of heads")
     for attention in found:
         exchange.check_heads(attention.num_heads)
     for attention in found:
@@ -104,5 +99,5 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
             attention.exchange = exchange
 
 
-def _attentions(model: nn.Module) -> Iterator[Attention | LatentAttention]:
-    return (m for m in model.modules() if isinstance(m, (Attention, LatentAttention)))
+def _attentions(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if hasattr(module, "exchange"))

@@ -38,12 +38,18 @@ def init_weights_sharded(
 
     The function seeds torch's generators and leaves them in the same state on all ranks: seed them
     afterwards for dropout.
+
+    Raises:
+        ValueError: ``init_weights`` leaves a weight out, or computes with numbers that were there.
     """
     model.to_empty(device=device)
     torch.manual_seed(seed)
     whole = _on_meta(model)
-    with _TensorByTensor(whole, OwnParts(model), torch.device(device)):
+    with _TensorByTensor(whole, OwnParts(model), torch.device(device)) as draws:
         whole.init_weights(std)
+    # Such a weight would be memory that nobody has written.
+    if missing := [name for name, _ in whole.named_parameters() if name not in draws.drawn]:
+        raise ValueError(f"{missing[0]}: init_weights draws no numbers for it: draw them there")
     model.reset_buffers()
 
 
@@ -84,6 +90,7 @@ class _TensorByTensor(TorchDispatchMode):
     def __init__(self, whole: nn.Module, own: OwnParts, device: torch.device) -> None:
         super().__init__()
         self._own, self._device = own, device
+        self.drawn: set[str] = set()
         found = whole.state_dict(keep_vars=True)
         self._known = {_key(tensor): (name, tensor) for name, tensor in found.items()}
 
@@ -98,6 +105,7 @@ class _TensorByTensor(TorchDispatchMode):
                 f"{name}: {func} in init_weights, of which only normal_, uniform_, fill_ and zero_ "
                 f"are known to need no number that was there before"
             )
+        self.drawn.add(name)
         value = torch.empty(target.shape, dtype=target.dtype, device=self._device)
         func(value, *args[1:], **(kwargs or {}))
         region = _region_of(target, whole)

@@ -249,7 +249,7 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
 def test_misuse_is_told_on_every_rank():
     for found in run_distributed(misuse, 2):
         assert "3 ranks cannot share 4 heads" in found["heads"]
-        assert "no Attention or LatentAttention" in found["none"]
+        assert "no attention that takes an exchange" in found["none"]
         assert "2 ranks cannot share sequences of 33 tokens" in found["tokens"]
         assert "2 ranks cannot share sequences of 31 tokens" in found["windows"]
         assert "sequence length 66 is above max_sequence_length (32)" in found["too long"]

@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fake_ranks import as_rank, lay_out
-from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
+from moe_graphs.layers import Attention, LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.model_config import LatentAttentionConfig
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.parallel.own_part import shares
 from moe_graphs.parallel.sharded_init import init_weights_sharded
 from moe_graphs.parallel.tensor_parallel import fused_rows, global_fqn
+from own_parts import OwnAttention, gated_preset
 from training_runs import DEVICES, tiny_model
 
 LAYOUTS = {
@@ -190,3 +191,9 @@ def test_the_allocator_agrees():
 def sizes_of_dense(model: LanguageModel) -> tuple[int, int]:
     own = sum(p.to_local().nbytes for p in model.parameters())
     return own, max(p.numel() * p.itemsize for p in model.parameters())
+
+
+def test_a_weight_that_is_not_drawn_is_named(monkeypatch):
+    monkeypatch.setattr(OwnAttention, "init_weights", Attention.init_weights)
+    with pytest.raises(ValueError, match=r"attention\.gate\.weight: init_weights draws no numbers"):
+        init_weights_sharded(LanguageModel(gated_preset().model, device="meta"), "cpu", seed=1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatched, Dispatcher, DispatchPlan, LocalDispatcher
-from moe_graphs.layers import GroupedExperts, TransformerConfig
+from moe_graphs.layers import Attention, GroupedExperts, TransformerConfig
 from moe_graphs.layout import ParallelConfig
+from moe_graphs.lm.options import TrainSettings
+from moe_graphs.lm.run_presets import Preset
 from moe_graphs.parallel.degrees import Degree
 
 _LOCAL = LocalDispatcher()
@@ -24,6 +26,24 @@ class OwnExperts(GroupedExperts):
     def forward(self, *args: Any) -> Tensor:
         OwnExperts.forwards += 1
         return super().forward(*args)
+
+
+class OwnAttention(Attention):
+    """Attention whose result has a gate."""
+
+    def __init__(self, config: TransformerConfig, *given: Any, **factory: Any) -> None:
+        super().__init__(config, *given, **factory)
+        self.gate = OwnLinear(config.hidden_size, config.hidden_size, **factory)
+
+    def forward(self, hidden_BSD: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
+        return self.gate(hidden_BSD).sigmoid() * super().forward(hidden_BSD, document_ids_BS)
+
+    def init_weights(self, std: float, out_std: float) -> None:
+        super().init_weights(std, out_std)
+        nn.init.normal_(self.gate.weight, std=std)
+
+    def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        return {**super().matrices(), self.gate.weight: ()}
 
 
 class OwnLinear(nn.Linear):
@@ -127,6 +147,12 @@ def own_model() -> TransformerConfig:
         hidden_size=16, num_layers=1, num_heads=2, ffn_hidden_size=32, vocab_size=64,
         max_sequence_length=64,
     )  # fmt: skip
+
+
+def gated_preset() -> Preset:
+    model = replace(own_model(), vocab_size=256, attention="own_parts:OwnAttention")
+    training = TrainSettings(steps=8, batch_size=2, sequence_length=32, learning_rate=1e-2)
+    return Preset(model, training, log_every=4, evaluate_every=8)
 
 
 def own_layer() -> OwnLinear:
