@@ -8,6 +8,10 @@ Rows with LoRA: transformers with PEFT (`grouped_mm`), beside the same model wit
 tokens with gradient checkpointing, adapters on attention or on the experts as well; at 2,048 tokens
 with and without checkpointing; and 12 small layers, where launches take the time. LoRA has rank 16.
 
+Rows with `nf4`: frozen experts in NF4 (`quantize_experts`) beside bf16 ones, with gradient
+checkpointing, adapters on attention or on the experts as well. Peaks of memory are those of
+training: the model is made in bf16 on the GPU and packed before the count begins.
+
 Rows with all weights: `accelerate_model` with graphs and checkpointing, our AdamW with 8-bit states
 and stochastic rounding, and updates within the backward; all 48 layers (they want about 122 GiB),
 and 4 layers beside the same with fp32 states.
@@ -42,6 +46,9 @@ from own_process import in_own_process, leave
 WARMUP, MEASURED = 5, 5
 TOLERANCE = 2e-2  # of the loss: kernels round otherwise
 AS_IT_COMES, ACCELERATED, GRAPHS = "transformers", "accelerate_model", "accelerate_model, graphs"
+NF4 = "accelerate_model, experts in NF4"
+NF4_GRAPHS = "accelerate_model, graphs, experts in NF4"
+WITHOUT_GRAPHS, PACKED = (AS_IT_COMES, ACCELERATED, NF4), (NF4, NF4_GRAPHS)
 FP32_STATES = (
     "accelerate_model, graphs, fp32 states"  # of AdamW; other states of all weights: 8 bit
 )
@@ -57,7 +64,7 @@ LAUNCH_BOUND = QWEN3_30B_A3B | dict(
 )  # fmt: skip
 SMALL = QWEN3_30B_A3B | dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    intermediate_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+    intermediate_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
     vocab_size=128,
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -86,10 +93,13 @@ class Size:
     trained: str = ON_ATTENTION
 
 
+_NF4 = ((ACCELERATED, True), (NF4, True), (NF4_GRAPHS, True))
 _CHECKPOINTED = ((AS_IT_COMES, True), (ACCELERATED, True), (GRAPHS, True))
 SIZES = {
     "attention_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED),
     "experts_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED, ON_EXPERTS),
+    "nf4_attention_16k": Size(QWEN3_30B_A3B, 4, 4096, _NF4),
+    "nf4_experts_16k": Size(QWEN3_30B_A3B, 4, 4096, _NF4, ON_EXPERTS),
     "attention_2k": Size(
         QWEN3_30B_A3B,
         1,
@@ -160,6 +170,8 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
             target_parameters=list(EXPERTS) if size.trained == ON_EXPERTS else None,
         )
         model = get_peft_model(model, lora)
+    if case.contender in PACKED:
+        _pack_experts(model)
     model.train()
     if case.checkpointing:  # as Trainer and TRL set it
         model.enable_input_require_grads()
@@ -167,8 +179,17 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
     return model
 
 
+def _pack_experts(model: nn.Module) -> None:
+    from moe_graphs.integrations.transformers import quantize_experts
+
+    print(quantize_experts(model, "nf4"))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def graphs_of(case: Case, model: nn.Module) -> GraphConfig | bool:
-    if case.contender == ACCELERATED:
+    if case.contender in WITHOUT_GRAPHS:
         return False
     if case.audits:
         return True
@@ -202,6 +223,7 @@ def flops_per_token(model: nn.Module, sequence: int, trained: str) -> float:
             experts += parameter.numel()
         elif parameter.dim() == 2 and "embed_tokens" not in name:
             dense += parameter.numel()
+    experts += sum(2 * b.numel() for n, b in model.named_buffers() if n.endswith("_codes"))
     active = dense + experts * config.num_experts_per_tok / config.num_experts
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence
     products = 3 if trained == ALL_WEIGHTS else 2
@@ -247,7 +269,8 @@ def measure(case: Case) -> dict[str, Any]:
     if device.type == "cuda":
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
         found["max_allocated_bytes"] = torch.cuda.max_memory_allocated()
-    if accelerated is not None and case.contender != ACCELERATED:
+    if case.contender not in WITHOUT_GRAPHS:
+        assert accelerated is not None
         report = accelerated.graphs.report()
         found["graphs"] = {"matched": report.matched, "eager_calls": report.eager_calls,
                            "audit_seconds": report.audit_seconds}  # fmt: skip
@@ -305,7 +328,16 @@ def main(arguments: list[str] | None = None) -> int:
     return int(failed > 0)
 
 
-SHOWN = ("row", "contender", "checkpointing", "tokens_per_second", "speedup", "mfu", "error")
+SHOWN = (
+    "row",
+    "contender",
+    "checkpointing",
+    "tokens_per_second",
+    "speedup",
+    "mfu",
+    "max_allocated_bytes",
+    "error",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,6 +25,8 @@ H200_PEAK = 989e12  # dense bf16 FLOP/s of the data sheet
 LORA = {
     "attention_16k": "adapters on attention",
     "experts_16k": "adapters on attention and experts",
+    "nf4_attention_16k": "adapters on attention, experts in NF4",
+    "nf4_experts_16k": "adapters on attention and experts, experts in NF4",
     "attention_2k": "adapters on attention",
     "launch_bound": "12 small layers, adapters on attention",
     "all_weights": "all weights",

@@ -35,7 +35,7 @@ def test_every_block_runs(tmp_path, monkeypatch, capsys):
         exec(compile(block, "docs/fine_tuning.md", "exec"), names)
         if "graphs.report()" in block:
             eager.append(names["accelerated"].graphs.report().eager_calls)
-    assert eager == [{"warmup": 6}] * 2
+    assert eager == [{"warmup": 6}] * 3
     assert "norm of the gradients" in capsys.readouterr().out
     for name in ("adapters/adapter_model.safetensors", "fine_tuned/model.safetensors"):
         assert (tmp_path / "runs" / name).is_file()
