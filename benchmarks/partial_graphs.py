@@ -19,15 +19,15 @@ from rich.table import Table
 import environment
 import phases
 from contenders import EAGER, Contender, contenders, settings
+from moe_graphs.registry import DISPATCHERS
 from phases import Row
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     made = phases.parser(__doc__.splitlines()[0], list(settings()))
-    choices = "local, padded, all_to_all, all_gather or symmetric"
     made.add_argument("--scopes", help="compare only these with eager: attn,moe")
     made.add_argument("--microbatches", type=int, help="batches of a step, accumulated")
-    made.add_argument("--dispatcher", default="local", help=choices)
+    made.add_argument("--dispatcher", default="local", help=DISPATCHERS.words())
     return phases.parse(made, list(settings()), arguments)
 
 

@@ -90,14 +90,15 @@ class Registry(Mapping[str, Any]):
         )
 
 
+# The fastest first: without a name, commands take the first that a layout allows.
 DISPATCHERS = Registry(
     "dispatcher",
     {
         "local": "moe_graphs.dispatch.local:LocalDispatcher",
         "padded": "moe_graphs.dispatch.padded:PaddedDispatcher",
-        "all_to_all": "moe_graphs.dispatch.all_to_all:AllToAllDispatcher",
-        "all_gather": "moe_graphs.dispatch.all_gather:AllGatherDispatcher",
         "symmetric": "moe_graphs.dispatch.symmetric:SymmetricDispatcher",
+        "all_gather": "moe_graphs.dispatch.all_gather:AllGatherDispatcher",
+        "all_to_all": "moe_graphs.dispatch.all_to_all:AllToAllDispatcher",
     },
 )
 OPTIMIZERS = Registry(

@@ -43,13 +43,11 @@ from own_parts import (
 
 PACKAGE = Path(moe_graphs.__file__).parent
 OWN_LION, OWN_DISPATCHER = "own_parts:OwnLion", "own_parts:OwnDispatcher"
-# Files that may name one, beside the registry and the classes themselves: the choice of the fastest
-# one, and defaults.
+# Files that may name one, beside the registry and the classes themselves: defaults.
 WHO_MAY_NAME = {
-    "lm/fastest_way.py": {"local", "all_gather", "symmetric"},
+    "lm/fastest_way.py": {"local"},
     "lm/building.py": {"local"},
     "lm/options.py": {"local"},
-    "lm/plan_command.py": {"all_to_all"},
     "parallel/parallelize.py": {"all_to_all"},
     "parallel/replicated.py": {"all_to_all"},
     "planning/planned_step.py": {"all_to_all"},

@@ -127,6 +127,7 @@ class Dispatcher(abc.ABC):
     Attributes:
         name: the name that ``make_dispatcher`` takes.
         between_ranks: whether it brings tokens to experts on other ranks, and so takes a ``group``.
+        needs_peers: whether its ranks have to reach each other's memory.
         drops_tokens: whether tokens can be dropped in a step that is not run again.
         host_sync: whether ``dispatch`` reads sizes on the host, so that a capture must end there.
         leaves_tail: whether rows that belong to no expert may follow the experts' rows. These rows
@@ -137,6 +138,7 @@ class Dispatcher(abc.ABC):
     host_sync: ClassVar[bool]
     leaves_tail: ClassVar[bool] = False
     between_ranks: ClassVar[bool] = False
+    needs_peers: ClassVar[bool] = False
     drops_tokens: ClassVar[bool] = False
 
     @classmethod

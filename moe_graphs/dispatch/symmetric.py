@@ -71,6 +71,7 @@ class SymmetricDispatcher(ExpertParallel):
     name: ClassVar[str] = "symmetric"
     host_sync: ClassVar[bool] = False
     leaves_tail: ClassVar[bool] = True
+    needs_peers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_rows_factor(self.rows_factor)

@@ -177,11 +177,15 @@ def _experts_on_the_host(model: TransformerConfig) -> str | None:
 def _dispatcher(asked: GraphOptions, situation: Situation) -> tuple[str, str]:
     if asked.dispatcher is not None:
         return asked.dispatcher, "as named"
-    if situation.layout.ep == 1:
-        return "local", "every rank has all experts"
-    if situation.no_peers:
-        return "all_gather", f"the fastest one here: symmetric is not legal, {situation.no_peers}"
-    return "symmetric", "the fastest one: ranks use each other's memory"
+    shared = situation.layout.ep > 1
+    fit = [name for name, kind in DISPATCHERS.items() if kind.between_ranks == shared]
+    legal = [name for name in fit if not (DISPATCHERS[name].needs_peers and situation.no_peers)]
+    if not shared:
+        return legal[0], "every rank has all experts"
+    if fit[0] != legal[0]:
+        return legal[0], f"the fastest one here: {fit[0]} is not legal, {situation.no_peers}"
+    how = ": ranks use each other's memory" if DISPATCHERS[legal[0]].needs_peers else ""
+    return legal[0], f"the fastest one{how}"
 
 
 def _named(asked: GraphOptions) -> tuple[str | None, str]:

@@ -97,8 +97,8 @@ class GraphOptions:
     )
     dispatcher: str | None = option(
         None,
-        f"{DISPATCHERS.words()}, or module:Class of your own. (default: local; with --ep symmetric "
-        "if GPUs reach each other's memory, else all_gather)",
+        f"{DISPATCHERS.words()}, or module:Class of your own. (default: the fastest that is legal, "
+        "which the run prints)",
         of="ranks",
     )
 

@@ -49,7 +49,7 @@ def plan(asked: PlanOptions) -> None:
             microbatches=parts,
             dtype=dtype_of(asked.numerics.dtype),
             mixed_precision=asked.numerics.mixed_precision,
-            dispatcher=options.dispatcher or "all_to_all",
+            dispatcher=options.dispatcher or PlannedStep.dispatcher,
             rows_factor=options.rows_factor,
             schedule=asked.pipeline.schedule,
             stages_per_rank=stages_of(asked.pipeline),

@@ -163,7 +163,7 @@ def test_published_sizes():
         ),
         (["--gpus", 16, "--ep", 16, "--batch-size", 16], "--ep: 16 ranks cannot share 8 experts"),
         (["--gpus", 2, "--ep", 2, "--dispatcher", "local"], "'local' sends nothing"),
-        (["--gpus", 2, "--ep", 2, "--rows-factor", 2], "take all_gather or symmetric"),
+        (["--gpus", 2, "--ep", 2, "--rows-factor", 2], "take symmetric or all_gather"),
         (["--gpus", 2, "--pp", 2, "--no-reshard-after-forward"], "of FSDP2, which shards nothing"),
         (["--gpus", 1, "--layers-per-group", 2], "of FSDP2, which shards nothing"),
         (["--gpus", 2, "--dispatcher", "all_gather"], "which ep=1 does not use"),
