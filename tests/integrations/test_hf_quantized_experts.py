@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra peft")
+import moe_graphs  # noqa: E402
 from hf_families import tiny, tokens  # noqa: E402
 from moe_graphs.integrations.transformers import (  # noqa: E402
     accelerate_model,
@@ -270,6 +272,74 @@ def test_what_cannot_be_packed_is_an_error_and_changes_nothing():
     other = tiny("nemotron_h", "grouped_mm", **WIDTHS).requires_grad_(False)
     with pytest.raises(ValueError, match="no parameters gate_up_proj and down_proj|activation"):
         quantize_experts(other)
+
+
+@pytest.mark.filterwarnings("ignore:target_parameters:RuntimeWarning")  # PEFT says so as well
+def test_adapters_on_experts_that_are_packed_already_are_an_error():
+    model = quantized(built(lora=False))
+    options = dict(r=4, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=TARGETS, **options))
+    with pytest.raises(ValueError, match="apply PEFT before quantize_experts"):
+        accelerate_model(model)
+    model = peft.get_peft_model(quantized(built(lora=False)), peft.LoraConfig(**options))
+    accelerated = accelerate_model(model)
+    train(model, accelerated)
+    assert accelerated.graphs.report().matched == 2 * (STEPS - 3)
+
+
+def replaced(experts):
+    experts.gate_up_proj_absmax = experts.gate_up_proj_absmax * 2
+
+
+def multiplied(experts):
+    experts.gate_up_proj_absmax.mul_(2)
+
+
+def in_another_dtype(experts):
+    experts.packing = replace(experts.packing, dtype=torch.bfloat16)
+
+
+def assigned(experts):
+    state = {n: t * 2 if n.endswith("absmax") else t for n, t in experts.state_dict().items()}
+    experts.load_state_dict(state, assign=True)
+
+
+@pytest.mark.filterwarnings("ignore::moe_graphs.errors.GraphWarning")  # says what was replaced
+@pytest.mark.parametrize("change", [replaced, multiplied, in_another_dtype, assigned])
+def test_packed_weights_that_change_while_graphs_live_are_never_stale(change):
+    results = []
+    for graphs in (False, True):
+        model = quantized(built())
+        accelerated = accelerate_model(model, graphs=graphs)
+        before = train(model, accelerated)
+        for experts in [m for m in model.modules() if packing_of(m)]:
+            change(experts)
+        results.append([*before, *train(model, accelerated)])
+    assert all(map(torch.equal, *results))
+    assert accelerated.graphs.report().matched == 2 * (STEPS - 3) + (2 * STEPS) * (
+        change is multiplied
+    )
+
+
+def test_whole_steps_change_no_bit():
+    def trained(graphed):
+        model = quantized(built())
+        accelerate_model(model, whole_steps=True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+        def step(ids):
+            optimizer.zero_grad(set_to_none=True)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run = moe_graphs.FullIteration(step, model=model, optimizer=optimizer) if graphed else step
+        return [run(tokens()).detach().clone() for _ in range(STEPS)], run
+
+    losses, run = trained(True)
+    assert all(map(torch.equal, losses, trained(False)[0]))
+    assert run.report().replayed
 
 
 # ---- experts that transformers has quantised

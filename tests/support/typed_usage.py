@@ -24,7 +24,9 @@ from moe_graphs.integrations.transformers import (
     Accelerated,
     Change,
     Changes,
+    QuantizedExperts,
     accelerate_model,
+    quantize_experts,
     static_batch,
     swap_moe_layers,
 )
@@ -275,6 +277,8 @@ def hugging_face(model: nn.Module) -> None:
     assert_type(swapped, Changes)
     assert all(change.done for change in swapped.changes)
     swapped.undo()
+    packing: Callable[[nn.Module], QuantizedExperts] = quantize_experts
+    assert callable(packing)
     tokens_BS = torch.ones(2, 8, dtype=torch.int64)
     batch = static_batch({"input_ids": tokens_BS, "attention_mask": tokens_BS})
     assert_type(batch, dict[str, Tensor])

@@ -29,7 +29,11 @@ from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits,
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.lengths import SHAPES, Lengths, pad_lengths
 from moe_graphs.integrations.transformers.packed_rows import mask_documents
-from moe_graphs.integrations.transformers.quantized_experts import adopt_quantized
+from moe_graphs.integrations.transformers.packing import packing_of
+from moe_graphs.integrations.transformers.quantized_experts import (
+    adopt_quantized,
+    check_adapters_of_packed,
+)
 from moe_graphs.integrations.transformers.reached_code import host_read
 from moe_graphs.integrations.transformers.rms_norms import change_norms, fuse_residuals
 from moe_graphs.integrations.transformers.rotary_positions import change_rotary
@@ -161,7 +165,8 @@ def accelerate_model(
     Raises:
         ValueError: the model has graphs already, or is neither transformers' nor PEFT's;
             ``whole_steps`` together with a ``GraphConfig`` or with ``lengths``; ``lengths``
-            together with ``GraphConfig(shapes=1)``.
+            together with ``GraphConfig(shapes=1)``; PEFT was to adapt experts that were in few bits
+            already (``quantize_experts``).
     """
     if whole_steps and isinstance(graphs, GraphConfig):
         raise ValueError("whole_steps and a GraphConfig of layers: choose one of the two")
@@ -228,9 +233,20 @@ def without_wrappers(model: Any) -> Any:
 
 def _change_experts(model: Any, done: Accelerated) -> None:
     """Whole blocks where that is known, the experts alone in others."""
+    check_adapters_of_packed(model)
     adopt_quantized(model, done)
     done.add(swap_moe_layers(model))
-    kinds = Counter(type(m).__name__ for m in model.modules() if hasattr(type(m), "_apply_gate"))
+    _change_experts_alone(model, done)
+    multiply_rows(model, done)
+
+
+def _change_experts_alone(model: Any, done: Accelerated) -> None:
+    found = [m for m in model.modules() if hasattr(type(m), "_apply_gate")]
+    packed = Counter(type(m).__name__ for m in found if packing_of(m) is not None)
+    for kind, number in packed.items():
+        if kind != "FP8Experts":  # which has its line
+            done.left("experts", kind, number, "in few bits, and on our kernels already")
+    kinds = Counter(type(m).__name__ for m in found if packing_of(m) is None)
     if not kinds:
         return
     what, count = ", ".join(kinds), kinds.total()
@@ -242,7 +258,6 @@ def _change_experts(model: Any, done: Accelerated) -> None:
     note = f"{before} -> grouped GEMMs, sizes on the device"
     undo = functools.partial(model.set_experts_implementation, before)
     done.changed("experts", what, count, note, undo)
-    multiply_rows(model, done)
 
 
 def _change_loss(model: Any, done: Accelerated) -> None:

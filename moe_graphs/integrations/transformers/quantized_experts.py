@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.integrations.peft import innermost
 from moe_graphs.integrations.transformers.adapted_experts import multiplying_rows, outermost
 from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
 from moe_graphs.integrations.transformers.experts_interface import experts_forward, why_no_lora
@@ -173,6 +174,24 @@ def packed_forward(kind: type[Any]) -> Callable[..., Tensor]:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
     return forward
+
+
+def check_adapters_of_packed(model: Any) -> None:
+    """Checks that PEFT has found the parameters of packed experts that it was to adapt.
+
+    Raises:
+        ValueError: it was applied behind ``quantize_experts``, and has adapted none of them.
+    """
+    configs = getattr(model, "peft_config", None) or {}
+    targets = {each for one in configs.values() for each in one.target_parameters or ()}
+    named = sorted(each for each in targets if each.endswith(WEIGHTS))
+    adapted = {id(innermost(wrapper)) for wrapper in outermost(model)}
+    packed = [m for m in model.modules() if packing_of(m) is not None]
+    if named and any(id(each) not in adapted for each in packed):
+        raise ValueError(
+            f"PEFT was to adapt {', '.join(named)}, and has found no such parameters, because the "
+            f"experts were in few bits already: apply PEFT before quantize_experts"
+        )
 
 
 # ---- experts that transformers has quantised
