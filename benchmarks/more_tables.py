@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from contenders import gpu_bound, launch_bound
 from markdown_cells import milliseconds, table, times
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from result_lines import Line, Select, fastest_eager, sources
+from result_lines import H200, Line, Select, fastest_eager, sources
 
 H100 = "NVIDIA H100 80GB HBM3"
 OUR_ADAMW = "full iteration, our AdamW"
@@ -114,10 +114,13 @@ def _shown(lines: list[Line], benchmark: str) -> list[Line]:
     return [fastest_eager(lines, before), after]
 
 
-def _lora_runs(lines: list[Line]) -> dict[str, list[Line]]:
+def _lora_runs(lines: list[Line], gpu: str = H200) -> dict[str, list[Line]]:
     """Lines of the newest run of each row, the one of transformers first."""
-    where = {"smoke": False}
-    given = (*Select("lora", where).lines(lines), *Select("fine_tuning", where).lines(lines))
+    given = [
+        line
+        for benchmark in ("lora", "fine_tuning")
+        for line in Select(benchmark, {"smoke": False}, gpu=gpu).lines(lines)
+    ]
     found = _newest_runs(given, lambda line: line.get("row") or LORA_ROW_OF[line["tokens"]])
     return {row: found[row] for row in LORA if row in found}
 
@@ -151,8 +154,18 @@ def _with_or_without(line: Line) -> str:
 
 def lora(lines: list[Line]) -> str:
     """Every contender of every row, with memory."""
+    return _lora_table(_lora_runs(lines))
+
+
+def few_bits(lines: list[Line]) -> str:
+    """Experts in few bits beside experts in bf16, on an H100."""
+    runs = _lora_runs(lines, H100)
+    return _lora_table({row: run for row, run in runs.items() if row.startswith("nf4")})
+
+
+def _lora_table(runs: Mapping[str, Sequence[Line]]) -> str:
     rows, used = [], []
-    for row, run in _lora_runs(lines).items():
+    for row, run in runs.items():
         first = run[0]
         for line in run:
             rows.append([

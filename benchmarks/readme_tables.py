@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from more_tables import OUR_ADAMW, accumulated, lora, on_an_h100, results, trl
+from more_tables import OUR_ADAMW, accumulated, few_bits, lora, on_an_h100, results, trl
 from parallel_tables import (
     communication,
     dispatch,
@@ -360,6 +360,7 @@ DOCUMENTS: Mapping[Path, Tables] = {
         whole_steps,
         huggingface,
         lora,
+        few_bits,
         trl,
         partial_graphs,
         accumulated,
