@@ -51,7 +51,7 @@ def results(run, dtype: torch.dtype, *inputs: torch.Tensor) -> list[torch.Tensor
 
 
 def compare(ours, plain, inputs: tuple[torch.Tensor, ...]) -> None:
-    """At most twice the error of `plain` in the inputs' dtype, against `plain` in a wider one."""
+    """`ours` has at most twice the error of `plain` in the inputs' dtype, against a wider one."""
     dtype = inputs[0].dtype
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     exact = results(plain, dtype, *(x.to(wide) for x in inputs))
