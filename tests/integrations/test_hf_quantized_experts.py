@@ -13,8 +13,9 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra peft")
 import moe_graphs  # noqa: E402
-from hf_families import tiny, tokens  # noqa: E402
+from hf_families import Texts, tiny, tokens  # noqa: E402
 from moe_graphs.integrations.transformers import (  # noqa: E402
+    GraphCallback,
     accelerate_model,
     quantize_experts,
     register,
@@ -340,6 +341,27 @@ def test_whole_steps_change_no_bit():
     losses, run = trained(True)
     assert all(map(torch.equal, losses, trained(False)[0]))
     assert run.report().replayed
+
+
+@pytest.mark.filterwarnings("ignore:.*use_cache")
+def test_trainer_trains_adapters_beside_packed_experts(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    options = dict(max_steps=STEPS, save_steps=STEPS, per_device_train_batch_size=2, use_cpu=True)
+    options |= dict(report_to="none", disable_tqdm=True, logging_steps=1, learning_rate=1e-3)
+    results = []
+    for graphs in (False, True):
+        model, callback = quantized(built()), GraphCallback(graphs=graphs)
+        arguments = transformers.TrainingArguments(str(tmp_path), **options)
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=Texts(20), callbacks=[callback]
+        )
+        trainer.train()
+        results.append([p.detach() for p in model.parameters() if p.requires_grad])
+        assert bool(callback.report.replayed) == graphs
+    assert all(map(torch.equal, *results))
+    saved = {path.name for path in (tmp_path / f"checkpoint-{STEPS}").iterdir()}
+    assert "adapter_model.safetensors" in saved
+    assert not [name for name in saved if name.startswith(("model", "pytorch_model"))]
 
 
 # ---- experts that transformers has quantised
