@@ -232,8 +232,9 @@ class GraphConfig:
             the eager call. The comparison takes the time of about one eager step, once. With
             False, nothing finds a replay that differs from eager.
         audit_every: how often a call runs eagerly in place of its replay, to compare what it does
-            with what was captured. "auto" audits each call site after 1, 2, 4, 8, ... replays, and
-            then so often that audits take at most 1 % of the time. A number is a number of replays:
+            with what was captured. "auto" audits a single scope after 1, 2, 4, 8, ... replays, N
+            scopes by turns within the first N, and then so often that audits take at most 1 % of
+            the time. A number is a number of replays:
             one call is audited in every so many. In both cases the next call is audited, too, when
             the model was switched by ``train()`` or ``eval()``, or loaded. None is never.
         on_audit: what happens if an audit finds a difference. The audited call itself is right, but

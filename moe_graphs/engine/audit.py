@@ -258,11 +258,14 @@ class Schedule:
     """The calls of one captured call site that are audited.
 
     Calls are divided into windows, and one call in each window is audited. With "auto" the windows
-    have 1, 2, 4, 8, ... calls until the audits take at most their share of the time. Later a window
-    is as long as the one before, or has twice or half its length. With a number all windows have
-    this length. The place within a window is drawn from a generator of the schedule's own, which
-    ranks have in common. Ranks that communicate do not ask their own clocks: their windows double
-    up to ``MEETING`` calls, and then have a length that the ranks agree on (``wanted``).
+    of a single call site have 1, 2, 4, 8, ... calls until the audits take at most their share of
+    the time. N call sites take turns: the first window has N calls, so that a step has one audit on
+    average, and a next window may be N times as long. A window where audits take less than their
+    share is as long as the one before, or has half its length. With a number all windows have this
+    length. The place within a window is drawn from a generator of the schedule's own, which ranks
+    have in common.
+    Ranks that communicate do not ask their own clocks: their windows have 1, 2, 4, ... calls up to
+    ``MEETING``, and then a length that the ranks agree on (``wanted``).
 
     Attributes:
         due: the count of calls at which the next audit is due.
@@ -279,6 +282,8 @@ class Schedule:
 
     def begin(self, count: int) -> None:
         """Begins the first window behind the call of number ``count``."""
+        if self._audits.every == "auto" and self._audits.ranks.group is None:
+            self._length = self.wanted = self._audits.schedules
         self._end = count
         self._began, self._count, self._cost = time.perf_counter(), count, 0.0
         self._next_window()
@@ -320,7 +325,8 @@ class Schedule:
         calls = self._cost / (share * max(of_a_call, 1e-9))
         self._began, self._count, self._cost = now, count, 0.0
         if calls > self._length:
-            self.wanted = 2 * self._length
+            by_turns = min(int(calls), self._audits.schedules * self._length)
+            self.wanted = max(2 * self._length, by_turns)
         else:
             self.wanted = max(1, self._length // 2) if 4 * calls < self._length else self._length
         if self._audits.every != "auto":

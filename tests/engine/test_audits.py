@@ -582,6 +582,28 @@ def test_windows_double_until_audits_take_their_share(clock):
     assert found == dues(Audits("auto", "eager"), 9, cost=1e9)  # and the same on all ranks
 
 
+def test_call_sites_take_turns(monkeypatch):
+    """Two audits of each of 48 scopes are enough to know what they may cost."""
+    now = iter(range(10**9))
+    monkeypatch.setattr(audit_module.time, "perf_counter", lambda: 0.003 * next(now))
+    audits = Audits("auto", "eager")
+    schedules = [Schedule(audits, f"layers.{n}") for n in range(48)]
+    firsts, lengths = [], []
+    for schedule in schedules:
+        schedule.begin(0)
+        firsts.append(schedule.due)
+        schedule._count, schedule._began = 0, 0.003 * next(now) - 0.15 * schedule.due
+        schedule.took(0.026)
+        before = schedule._end
+        schedule.audited(schedule.due)
+        lengths.append(schedule._end - before)
+    assert min(firsts) >= 1
+    assert max(firsts) <= 48
+    assert len(set(firsts)) > 24  # at random places
+    share = 0.026 / (0.01 / 48 * 0.15)  # calls from one audit of a scope to the next
+    assert all(0.9 * share < length < 1.1 * share for length in lengths)
+
+
 def test_windows_stay_where_audits_take_their_share(clock):
     found = dues(Audits("auto", "eager"), 200, cost=0.0)
     assert found == list(range(1, 201))  # audits cost nothing here
