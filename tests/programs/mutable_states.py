@@ -354,6 +354,27 @@ STATES: dict[str, State] = {
     "attribute of a function": State(
         "scale$.gain$", "", "def scale$():\n    pass\nscale$.gain$ = 1.5"
     ),
+    "attribute of a dict": State(
+        "self.cfg$.gain$",
+        "self.cfg$ = Config$(key=0.5)\nself.cfg$.gain$ = 1.5",
+        "class Config$(dict):\n    pass",
+    ),
+    "class attribute of a list": State(
+        "self.cfg$.gain$",
+        "self.cfg$ = Config$([0.5])",
+        "class Config$(list):\n    gain$ = 1.5",
+        unfit=NO_DICT,
+    ),
+    "attribute of a partial": State(
+        "self.cfg$.gain$", "self.cfg$ = functools.partial(int)\nself.cfg$.gain$ = 1.5"
+    ),
+    "class of a module made by hand": State(
+        "settings$.Rate$.gain$",
+        "",
+        "settings$ = types.ModuleType('by_hand$')\n"
+        "exec('class Rate$:\\n    gain$ = 1.5', vars(settings$))",
+        unfit=NO_DICT,
+    ),
     "wrapped function": State(
         "scale$",
         "",

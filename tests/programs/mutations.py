@@ -33,6 +33,7 @@ from programs.reachable_objects import (
     _Named,
     attributes,
     cell_of,
+    is_the_same_in_every_run,
     members,
     shown,
 )
@@ -307,7 +308,8 @@ def places(value: Any) -> Iterator[Place]:
         is_globals = "__builtins__" in value
         for number, (key, child) in enumerate(list(value.items())[:40]):
             if not (is_globals and (str(key).startswith("__") or not _is_interesting(child))):
-                yield _entry("global" if is_globals else "entry", number, key, child)
+                by_key = is_the_same_in_every_run(key, value)
+                yield _entry("global" if is_globals else "entry", number, key, child, by_key)
         yield from () if is_weak else _attributes(value)
     elif isinstance(value, (list, collections.deque)):
         for number, child in enumerate(list(value)[:4]):
@@ -342,13 +344,13 @@ def _attribute(word: str, name: str, child: Any) -> Place:
     return Place(word, f".{name}", child, put, lambda target: delattr(target, name))
 
 
-def _entry(word: str, number: int, key: Any, child: Any) -> Place:
+def _entry(word: str, number: int, key: Any, child: Any, by_key: bool) -> Place:
     def found(target: Any) -> Any:
-        return key if isinstance(key, PLAIN) else list(target)[number]
+        return key if by_key else list(target)[number]
 
     return Place(
         word,
-        f"[{key!r}]" if isinstance(key, PLAIN) else f"[key {number}]",
+        f"[{key!r}]" if by_key else f"[key {number}]",
         child,
         lambda target, new: target.__setitem__(found(target), new),
         lambda target: target.__delitem__(found(target)),

@@ -229,12 +229,19 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
         yield ("attribute", name), child
 
 
+def is_the_same_in_every_run(key: Any, place: Any) -> bool:
+    """Whether a key names the same entry in every run. Hooks are numbered in the whole process."""
+    return isinstance(key, PLAIN) and not (
+        type(key) is int and isinstance(place, collections.OrderedDict)
+    )
+
+
 def _of_mapping(value: Mapping) -> Iterator[tuple[Step, Any]]:
     is_globals = "__builtins__" in value
     for number, (key, child) in enumerate(list(value.items())):
         if is_globals and (not isinstance(key, str) or key.startswith("__")):
             continue
-        if isinstance(key, PLAIN):
+        if is_the_same_in_every_run(key, value):
             yield ("key", key), child
         elif number < _FEW:
             yield ("value", number), child
