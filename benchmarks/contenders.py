@@ -133,6 +133,7 @@ class Contender:
         experts: the implementation of the experts in a model of transformers.
         our_adamw: whether the update is `moe_graphs.optim.AdamW` instead of torch's fused one.
         state_dtype: dtype of the optimizer's states, if it is not that of the parameters.
+        audit_every: how often a call runs eagerly in place of its replay, to compare it.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Contender:
     experts: str = ""
     our_adamw: bool = False
     state_dtype: torch.dtype | None = None
+    audit_every: int | str | None = None
 
     @property
     def rounds_otherwise(self) -> bool:
@@ -190,7 +192,7 @@ class Run:
                 contender.scopes,
                 warmup_steps=WARMUP_STEPS,
                 on_mismatch="error",
-                audit_every=None,
+                audit_every=contender.audit_every,
             )
             self.graphs = graph(model, config)
         if contender.full_iteration:
@@ -201,7 +203,7 @@ class Run:
                 optimizer=optimizer if within else None,
                 state=state,
                 warmup_steps=WARMUP_STEPS,
-                audit_every=None,
+                audit_every=contender.audit_every,
             )
         self.forward = model
         if contender.compiled:
