@@ -219,11 +219,12 @@ def flops_per_token(model: nn.Module, sequence: int, trained: str) -> float:
     config = model.config
     dense = experts = 0
     for name, parameter in model.named_parameters():
+        if name.endswith("_absmax"):  # the scales of a packed weight
+            continue
         if ".experts." in name:
-            experts += parameter.numel()
+            experts += parameter.numel() * (2 if name.endswith("_codes") else 1)
         elif parameter.dim() == 2 and "embed_tokens" not in name:
             dense += parameter.numel()
-    experts += sum(2 * b.numel() for n, b in model.named_buffers() if n.endswith("_codes"))
     active = dense + experts * config.num_experts_per_tok / config.num_experts
     attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence
     products = 3 if trained == ALL_WEIGHTS else 2

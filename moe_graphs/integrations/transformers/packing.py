@@ -61,7 +61,9 @@ def dense_stand_in(experts: Any) -> Any:
     made = kind.__new__(kind)
     made.__dict__.update(vars(experts))
     del made.__dict__["packing"]
-    made.__dict__["_buffers"], made.__dict__["_parameters"] = {}, dict(experts._parameters)
+    stored = {name + end for end in FORMATS[experts.packing.format].suffixes for name in WEIGHTS}
+    others = {name: each for name, each in experts._parameters.items() if name not in stored}
+    made.__dict__["_parameters"] = others
     for name in WEIGHTS:
         packed = weight_of(experts, name, is_transposed=experts.is_transposed)
         experts_, inner, outer = packed.shape

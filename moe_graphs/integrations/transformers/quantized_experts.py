@@ -58,11 +58,11 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Packs the frozen experts of a transformers model into few bits, in place.
 
-    Parameters ``gate_up_proj`` and ``down_proj`` of each experts module make way for buffers, and
-    their memory is free once nobody else holds them. Forward and backward dequantise a layer's
-    weights into one scratch that all layers share; no gradient of them is computed. The state
-    dictionary has the buffers: ``load_state_dict`` of a model that was quantised in the same way
-    takes it, also with ``assign=True`` if it was quantised on the meta device.
+    Parameters ``gate_up_proj`` and ``down_proj`` of each experts module make way for two packed
+    ones each, and their memory is free once nobody else holds them. Forward and backward dequantise
+    a layer's weights into one scratch that all layers share; no gradient of them is computed. The
+    state dictionary has the packed ones: ``load_state_dict`` of a model that was quantised in the
+    same way takes it, also with ``assign=True`` if it was quantised on the meta device.
 
     Call it behind PEFT, whose ``target_parameters`` name the parameters, and before
     ``accelerate_model``. PEFT cannot merge into packed weights.
@@ -149,7 +149,8 @@ def _pack(
         scratch.announce(weight.shape, dtype)
         packed = kind.quantize(weight if device is None else weight.to(device))
         for end, each in zip(kind.suffixes, packed, strict=True):
-            experts.register_buffer(name + end, each)
+            # Parameters that are frozen, and no buffers: DDP would send these at every forward.
+            experts.register_parameter(name + end, nn.Parameter(each, requires_grad=False))
     transposed = kind.along_inputs or not experts.is_transposed
     experts.packing = Packing(kind.name, dtype, transposed, scratch)
     _give_forward(experts, packed_forward)

@@ -56,7 +56,7 @@ class PreparedRows:
 
 
 class SwappedExperts(nn.Module):
-    """Experts with the very parameters of ``experts``, or buffers where weights are in few bits.
+    """Experts with the very parameters of ``experts``, which may be in few bits.
 
     ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]``: transposed views multiply the rows.
     """
@@ -64,7 +64,6 @@ class SwappedExperts(nn.Module):
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self._parameters.update(experts._parameters)
-        self._buffers.update(experts._buffers)
         self.packing = packing_of(experts)
         self.training = experts.training
 

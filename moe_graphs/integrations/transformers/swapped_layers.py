@@ -141,7 +141,6 @@ class _Swap:
         block._buffers.update(swapped._buffers)
         ours, wrappers = innermost(swapped.experts), wrappers_around(swapped.experts)
         experts._parameters.update(ours._parameters)
-        experts._buffers.update(ours._buffers)
         experts.training = ours.training
         block._modules.update(swapped._modules)  # parts may have been wrapped since
         if wrappers:
