@@ -109,9 +109,15 @@ class TrainSettings:
 
     steps: int = option(help="Number of optimizer steps.")
     batch_size: int = option(
-        help="Number of sequences per optimizer step, all microbatches together."
+        help="Number of sequences per optimizer step, all microbatches and ranks together. "
+        "(default: the preset's; in plans of other models one per microbatch and rank)",
+        least=1,
     )
-    sequence_length: int = option(help="Number of tokens of a sequence.")
+    sequence_length: int = option(
+        help="Number of tokens of a sequence. (default: the preset's; in plans of other models "
+        "4096)",
+        least=1,
+    )
     learning_rate: float = option(help="Peak learning rate.")
     microbatches: int = option(
         1, "Number of parts of a step's batch. (default: the preset's)", least=1
@@ -350,12 +356,6 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStepOptions:
-    batch_size: int | None = option(
-        None, "Sequences per step of all ranks. (default: one per microbatch and rank)", least=1
-    )
-    sequence_length: int | None = option(
-        None, "Number of tokens of a sequence. (default: 4096, or the preset's)", least=1
-    )
     dispatcher: str | None = option(
         None,
         "Dispatcher with --ep, as for train. (default: all_to_all)",
@@ -372,7 +372,15 @@ class PlanOptions:
     pipeline: PipelineOptions = section(PipelineOptions)
     step: PlannedStepOptions = section(PlannedStepOptions)
     training: dict[str, Any] = changes(
-        TrainSettings, ("microbatches", "optimizer", "optimizer_state", "ema_decay")
+        TrainSettings,
+        (
+            "batch_size",
+            "sequence_length",
+            "microbatches",
+            "optimizer",
+            "optimizer_state",
+            "ema_decay",
+        ),
     )
     numerics: NumericsOptions = section(NumericsOptions, ("dtype", "mixed_precision"))
     output: OutputOptions = section(OutputOptions, ("json",))

@@ -87,9 +87,6 @@ def _settings(asked: PlanOptions, layout: ParallelConfig, sizes: dict[str, Any])
     sizes = {**sizes, **asked.training}
     ranks = layout.data_parallel
     sizes.setdefault("batch_size", ranks * sizes["microbatches"])
-    for name in ("batch_size", "sequence_length"):
-        given = getattr(asked.step, name)
-        sizes[name] = sizes[name] if given is None else given
     _check_batch(sizes["batch_size"], sizes["microbatches"], ranks)
     return TrainSettings(steps=1, learning_rate=1.0, **sizes)
 
