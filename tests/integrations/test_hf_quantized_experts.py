@@ -294,6 +294,8 @@ def test_weights_in_fp8_have_their_names_so_peft_may_come_later():
     options = dict(r=4, target_modules=["o_proj"], target_parameters=TARGETS)
     options |= dict(task_type="CAUSAL_LM", init_lora_weights=False)
     model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    if any(p.dtype == torch.float8_e4m3fn for n, p in model.named_parameters() if "lora" in n):
+        pytest.skip(f"PEFT {peft.__version__} makes adapters in the dtype of the weights")
     accelerate_model(model, graphs=False)
     expected = dequantized(built(), "fp8")
     expected.load_state_dict({n: p for n, p in model.state_dict().items() if "lora" in n}, False)
