@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import functools
 import json
 import sys
@@ -134,19 +132,3 @@ def test_answers_of_a_cached_function_are_compared_and_others_may_come(maxsize):
     assert "answers" in guards.mismatch().message
     cached()
     assert guards.mismatch() is None
-
-
-def test_names_that_code_gives_to_getattr_are_noted_while_it_is_watched():
-    """``builtins`` are as before afterwards, whatever the code raises."""
-    before, number = (builtins.getattr, builtins.hasattr), 3
-    with AccessedNames() as outer:
-        with AccessedNames() as inner:
-            hasattr(number, f"name_{number}")
-        hasattr(number, f"other_{number}")
-    hasattr(number, f"third_{number}")
-    with contextlib.suppress(AttributeError), AccessedNames() as raised:
-        getattr(number, f"none_{number}")
-    assert inner.looked_up == {"name_3"}
-    assert outer.looked_up == {"name_3", "other_3"}
-    assert raised.looked_up == {"none_3"} <= raised.values
-    assert (builtins.getattr, builtins.hasattr) == before

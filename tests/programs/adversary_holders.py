@@ -189,31 +189,3 @@ of_list("a list in a module, by any name",
 of_list("a list in a class, by any name",
         lambda s, x: s.l(x) * getattr(Plain, f"lev{END}")[0], Plain.levels)  # fmt: skip
 held("a class of a dict", lambda s, x: MAPPING.of(s.l(x)), Mapping, "level")
-
-
-# ---- names that code puts together in ways that neither code nor data shows
-
-
-def _name_of(number):
-    return f"gain_{number}"
-
-
-class Numbered:
-    gain_0 = 1.0
-
-
-NUMBERED, NUMBER = Numbered(), 0
-WAYS = {
-    "by a function": lambda s, x: s.l(x) * getattr(NUMBERED, _name_of(NUMBER)),
-    "by %": lambda s, x: s.l(x) * getattr(NUMBERED, "gain_%d" % NUMBER),  # noqa: UP031
-    "by +": lambda s, x: s.l(x) * getattr(NUMBERED, "gain" + LETTERS[0][:0] + "_0"),
-    "by a slice": lambda s, x: s.l(x) * getattr(NUMBERED, "a gain_0"[NUMBER + 2 :]),
-    "by lower()": lambda s, x: s.l(x) * getattr(NUMBERED, "GAIN_0".lower()),
-    "by map": lambda s, x: s.l(x) * sum(map(getattr, [NUMBERED], [_name_of(NUMBER)])),
-}
-for _what, _way in WAYS.items():
-    held(f"a name that is put together {_what}", _way, NUMBERED, "gain_0")
-case("hasattr with a name that is put together",
-     lambda s, x: s.l(x) * (3.0 if hasattr(NUMBERED, "no" + _name_of(NUMBER)) else 1.0),
-     start=lambda m, e: vars(NUMBERED).clear(),
-     change=lambda m, e: setattr(NUMBERED, "nogain_0", 1.0), options=ALONE)  # fmt: skip

@@ -20,7 +20,6 @@ import os
 import pathlib
 import re
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -246,46 +245,6 @@ _OF_NAMESPACES = {"vars", "__dict__", "dir", "getmembers"}
 _BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
 
 
-class _LookUps:
-    """``getattr`` and ``hasattr`` that note which names the user's code looks up.
-
-    They lie in ``builtins`` while something is watched, because neither code nor data shows a name
-    that is put together.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watching: list[tuple[int, set[str]]] = []  # threads, each with the names it gets
-        self._before: dict[str, Callable[..., Any]] = {}
-
-    def note_in(self, names: set[str]) -> None:
-        """Notes names in this set from now on that the present thread looks up."""
-        with self._lock:
-            if not self._watching:
-                self._before = {name: getattr(builtins, name) for name in ("getattr", "hasattr")}
-                for name, function in self._before.items():
-                    setattr(builtins, name, functools.partial(self._look_up, function))
-            self._watching.append((threading.get_ident(), names))
-
-    def stop(self, names: set[str]) -> None:
-        with self._lock:
-            self._watching = [each for each in self._watching if each[1] is not names]
-            for name, function in self._before.items() if not self._watching else ():
-                setattr(builtins, name, function)
-
-    def _look_up(self, function: Callable[..., Any], *args: Any) -> Any:
-        code = sys._getframe(1).f_code
-        if len(args) > 1 and type(args[1]) is str and origin_of(code.co_filename) == "own":
-            thread = threading.get_ident()
-            for watched, names in self._watching:
-                if watched == thread:
-                    names.add(args[1])
-        return function(*args)
-
-
-_LOOK_UPS = _LookUps()
-
-
 class AccessedNames:
     """A context that notes which Python runs inside, on this thread.
 
@@ -302,7 +261,6 @@ class AccessedNames:
             example ``clear`` in ``x.clear()`` reads no number of that name.
         owners: objects whose methods ran, by id, except those that the block made.
         of_contexts: values that the ``ctx`` of autograd functions held, without tensors.
-        looked_up: names among them that the user's code has given to ``getattr`` or ``hasattr``.
         questions: calls of ``_COMPARED``, whose answers guards compare.
         impure_calls: functions that were called and read state that nobody can compare later.
         is_estimate: whether functions are among the code that may never run. No data is read for
@@ -320,7 +278,6 @@ class AccessedNames:
         self.values: set[str] = set()
         self.values_of_modules: set[str] = set()
         self.owners: dict[int, Any] = {}
-        self.looked_up: set[str] = set()
         self.impure_calls: list[str] = []
         self.questions: dict[str, Callable[[], Any]] = {}
         self._ran: set[types.CodeType] = set()
@@ -337,19 +294,16 @@ class AccessedNames:
         self._profiler = sys.getprofile()
         self._collecting = gc.get_threshold()
         gc.set_threshold(0)  # finalizers do not belong to the block
-        _LOOK_UPS.note_in(self.looked_up)
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _profile_again(self._profiler)
-        _LOOK_UPS.stop(self.looked_up)
         gc.set_threshold(*self._collecting)
         self._ran = set(self.code)
         self.code.update(_not_seen_running(self.code))
         for code in self.code:
             self._mentions(code)
-        self._add(self.looked_up)
         alive = (reference() for reference in self._seen.values() if reference is not None)
         self.owners = {id(owner): owner for owner in alive if owner is not None}
         self._seen.clear()
@@ -392,7 +346,6 @@ class AccessedNames:
             united.values |= accessed.values
             united.values_of_modules |= accessed.values_of_modules
             united.owners.update(accessed.owners)
-            united.looked_up |= accessed.looked_up
             united.is_estimate |= accessed.is_estimate
             united.impure_calls += accessed.impure_calls
             united.questions.update(accessed.questions)
@@ -433,7 +386,10 @@ class AccessedNames:
     ) -> AccessedNames | None:
         """Union of the names with those that a walk has found; None if it has found no others."""
         more = AccessedNames.before_running(*behind_caches, with_inner=True)
-        more._add(names)
+        more.names |= names
+        more.values |= names
+        more.names_of_modules |= names
+        more.values_of_modules |= names
         new = more.values - self.values or more.names - self.names or more.code.keys() - self.code
         return AccessedNames.together(self, more) if new else None
 
@@ -457,7 +413,7 @@ class AccessedNames:
 
     def names_of_the_user(self) -> set[str]:
         """Names that the user's own code mentions."""
-        return self.looked_up.union(*map(_names_of, self._code_of_the_user()))
+        return set().union(*map(_names_of, self._code_of_the_user()))
 
     def _code_of_the_user(self) -> list[types.CodeType]:
         return [code for code, of in self.code.items() if origin_of_code(code, of) == "own"]
@@ -511,11 +467,6 @@ class AccessedNames:
     def owns_what_ran(self, value: Any) -> bool:
         """Whether a method of ``value`` ran, and ``value`` outlived the block."""
         return self.owners.get(id(value)) is value
-
-    def _add(self, names: set[str]) -> None:
-        """Adds names of attributes that may be read, and not only called."""
-        for mine in (self.names, self.values, self.names_of_modules, self.values_of_modules):
-            mine |= names
 
     def _mentions(self, code: types.CodeType) -> None:
         self.names_of_modules |= _names_of(code)
