@@ -34,7 +34,6 @@ _SPELLINGS: dict[str, tuple[str, str]] = {
         "getattr(OBJECT, ''.join(LETTERS$))",
         "LETTERS$ = list('NAME')",
     ),
-    "getattr, name cut out": ("getattr(OBJECT, '- NAME'[2:])", ""),
     "attrgetter": ("GET$(OBJECT)", "GET$ = operator.attrgetter('NAME')"),
     "dotted attrgetter": ("GET$(ROOT)", "GET$ = operator.attrgetter('PATH')"),
     "dotted string": ("functools.reduce(getattr, 'PATH'.split('.'), ROOT)", ""),
