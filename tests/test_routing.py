@@ -137,7 +137,8 @@ def train(device: str, scopes: str | None, *, late: bool, kind: str, **options) 
     model = tiny_model(device, "moe")
     graphs = None
     if scopes is not None:
-        config = GraphConfig(scopes, warmup_steps=2, on_mismatch="error", **options)
+        options = {"warmup_steps": 2, "on_mismatch": "error", "audit_every": 2, **options}
+        config = GraphConfig(scopes, **options)
         graphs = moe_graphs.graph(model, config)
     optimizer, trace, numbers = torch.optim.AdamW(model.parameters()), Trace(), itertools.count()
     kept: list[list[torch.Tensor]] = []
