@@ -12,6 +12,7 @@ number of steps (`--steps`). Each contender runs in a process of its own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -169,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", help="a file of JSON lines to append to")
     parser.add_argument("--commit", help="the commit to stamp, where .git does not say it")
     parser.add_argument("--trainers", default=",".join(TRAINERS), help="by commas")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="by commas")
     parser.add_argument("--steps", type=int, default=80, help=f"of a run; {BEHIND} do not count")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for a contender")
@@ -182,15 +184,17 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--trainers: known are {', '.join(TRAINERS)}")
     if options.steps <= BEHIND:
         parser.error(f"--steps: more than {BEHIND}, the steps that do not count")
+    contenders = options.contenders.split(",")
+    if set(contenders) - set(CONTENDERS):
+        parser.error(f"--contenders: known are {', '.join(CONTENDERS)}")
     environment, failed = stamp(options.commit), 0
-    for name in names:
-        for contender in CONTENDERS:
-            more = ["--steps", str(options.steps), *(["--smoke"] if options.smoke else [])]
-            found = in_own_process(__file__, [name, contender, *more], options.timeout)
-            line = {"benchmark": "trl_trainers", "trainer": name, "contender": contender,
-                    "smoke": options.smoke, **found, "environment": environment}  # fmt: skip
-            failed += line["error"] is not None
-            leave(line, SHOWN, options.out)
+    for name, contender in itertools.product(names, contenders):
+        more = ["--steps", str(options.steps), *(["--smoke"] if options.smoke else [])]
+        found = in_own_process(__file__, [name, contender, *more], options.timeout)
+        line = {"benchmark": "trl_trainers", "trainer": name, "contender": contender,
+                "smoke": options.smoke, **found, "environment": environment}  # fmt: skip
+        failed += line["error"] is not None
+        leave(line, SHOWN, options.out)
     return int(failed > 0)
 
 

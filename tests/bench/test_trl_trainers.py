@@ -27,6 +27,9 @@ def test_unknown_trainers_are_an_error(capsys):
     with pytest.raises(SystemExit):
         trl_trainers.main(["--trainers", "ppo"])
     assert "known are sft, dpo, grpo" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        trl_trainers.main(["--contenders", "graphs"])
+    assert "known are as it comes, GraphCallback" in capsys.readouterr().err
 
 
 def test_a_run_needs_more_steps_than_do_not_count(capsys):
