@@ -380,3 +380,19 @@ class TestGatherGemm:
         hidden, order, w = self._case()
         with pytest.raises(ValueError, match="whole multiples of 4 tokens"):
             gather_gemm(torch.cat([hidden, hidden[:1]]), order, w)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32")]
+)
+def test_products_of_fp32_have_the_precision_that_torch_is_told(given, expected):
+    pytest.importorskip("triton")
+    from moe_graphs.kernels.gemm.portable_pointer import _precision
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = given
+    try:
+        assert _precision(torch.empty(1)) == expected
+        assert _precision(torch.empty(1, dtype=torch.bfloat16)) == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

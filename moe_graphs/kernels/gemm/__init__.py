@@ -35,8 +35,8 @@ def grouped_gemm(
     """Rows ``offsets[e-1]:offsets[e]`` of ``x_RK`` times ``w_EKN[e]``; never syncs.
 
     Under autocast both operands are cast to the autocast dtype first, visibly to autograd. On CUDA
-    products of float32 have the precision of ``torch.get_float32_matmul_precision()``, and take
-    several times as long as those of bfloat16.
+    products of float32 have the precision of ``torch.backends.cuda.matmul.fp32_precision``, and
+    take several times as long as those of bfloat16.
 
     Args:
         w_EKN: contiguous, or the transpose of a contiguous ``[E, N, K]``. Either is read without a

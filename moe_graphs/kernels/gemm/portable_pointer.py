@@ -136,5 +136,5 @@ def weights_launch(
 
 def _precision(x: torch.Tensor) -> str:
     """Triton's name for the precision of torch's products in fp32."""
-    is_exact = x.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if is_exact else "tf32"
+    is_short = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if is_short else "ieee"
