@@ -79,6 +79,7 @@ GROUPS = (
         r"^(spread|collect|dot)_kernel|permute",
         r"_Permute|_Unpermute|(spread|collect|dot)_rows",
     ),
+    Group("weights in few bits", r"^(four_bits|float8)_kernel", r"unpack_weight"),
     Group("swiglu", r"swiglu|[sS]i_?[lL][uU]", r"swiglu|_SwiGLU|silu|Silu"),
     Group(
         "dense GEMM",

@@ -45,6 +45,7 @@ def _event(category: str, name: str, start: float, end: float, **arguments: int)
         ("_count_kernel", "routing"),
         ("spread_kernel", "permute"),
         ("dot_kernel", "permute"),
+        ("four_bits_kernel", "weights in few bits"),
         ("swiglu_backward_kernel", "swiglu"),
         ("cross_entropy_mean_kernel", "cross entropy"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
