@@ -196,6 +196,9 @@ def test_what_does_not_fit_is_an_error():
     short = [*given[:3], given[3][:, :4], *given[4:]]
     with pytest.raises(ValueError, match=r"LoRA beside w1 .* got \(5, 8, 8\) and \(5, 4, 12\)"):
         ours(order, short)
+    other = [*given[:7], given[7].detach().to(BF16)]
+    with pytest.raises(ValueError, match=r"one dtype, got x torch.float32 and w torch.bfloat16"):
+        ours(order, other)
     given[7].requires_grad_()
     with pytest.raises(ValueError, match="w2 has LoRA beside it and requires a gradient"):
         ours(order, given)

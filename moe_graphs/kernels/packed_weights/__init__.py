@@ -159,6 +159,11 @@ class PackedWeight:
     def device(self) -> torch.device:
         return self.codes.device
 
+    @property
+    def mT(self) -> PackedWeight:
+        """The transposed weight ``[E, Y, X]``, which stores the same."""
+        return replace(self, transposed=not self.transposed)
+
     def dim(self) -> int:
         return 3
 

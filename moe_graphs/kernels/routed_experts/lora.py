@@ -101,7 +101,7 @@ def routed_experts_with_lora(
             f"routed_experts_with_lora wants w1 [E, D, 2F] and w2 [E, F, D], got "
             f"{tuple(w1_ED2F.shape)} and {tuple(w2_EFD.shape)}"
         )
-    check_operands(tokens_TD, w1_ED2F, order.offsets_E)
+    check_operands(tokens_TD, w2_EFD.mT, order.offsets_E)
     top_k = weights_TK.shape[1]
     gate_up_R2F = up_projection_with_lora(
         tokens_TD, order, top_k, w1_ED2F, lora1, is_sorted=is_sorted
