@@ -51,15 +51,13 @@ def own_steps(model: str, way: str, every: str | None, smoke: bool) -> tuple[Cal
 
 def steps_of_transformers(every: str | None, smoke: bool) -> tuple[Callable, Callable]:
     """A step of Qwen3-MoE with 12 small layers and LoRA, and the report of its graphs."""
-    from fine_tuning import GRAPHS, Case, model_of, optimizer_of
-    from moe_graphs import GraphConfig
+    from fine_tuning import GRAPHS, Case, graphs_of, model_of, optimizer_of
     from moe_graphs.integrations.transformers import accelerate_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = Case("launch_bound", GRAPHS, checkpointing=False, smoke=smoke)
     model = model_of(case, device)
-    (layers,) = (name for name, _ in model.named_modules() if name.endswith("model.layers"))
-    graphs = GraphConfig(f"{layers}.*", audit_every=every)
+    graphs = replace(graphs_of(case, model), audit_every=every)
     accelerated, optimizer = accelerate_model(model, graphs=graphs), optimizer_of(case, model)
     shape = (case.size.sequences, case.size.sequence)
 

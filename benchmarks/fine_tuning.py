@@ -13,7 +13,7 @@ checkpointing, adapters on attention or on the experts as well. Peaks of memory 
 training: the model is made in bf16 on the GPU and packed before the count begins.
 
 Rows with all weights: `accelerate_model` with graphs and checkpointing, our AdamW with 8-bit states
-and stochastic rounding, and updates within the backward; all 48 layers (they want about 122 GiB),
+and stochastic rounding, and updates within the backward; all 48 layers (124 GiB),
 and 4 layers beside the same with fp32 states.
 
 Timed graphs have no audits (`--audits` switches them on), because a short run has more of them than

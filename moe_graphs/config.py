@@ -234,9 +234,9 @@ class GraphConfig:
         audit_every: how often a call runs eagerly in place of its replay, to compare what it does
             with what was captured. "auto" audits a single scope after 1, 2, 4, 8, ... replays, N
             scopes by turns within the first N, and then so often that audits take at most 1 % of
-            the time. A number is a number of replays:
-            one call is audited in every so many. In both cases the next call is audited, too, when
-            the model was switched by ``train()`` or ``eval()``, or loaded. None is never.
+            the time. A number is a number of replays: one call is audited in every so many. In both
+            cases the next call is audited, too, when the model was switched by ``train()`` or
+            ``eval()``, or loaded. None is never.
         on_audit: what happens if an audit finds a difference. The audited call itself is right, but
             replays since the last audit may have been wrong. "eager" warns (``GraphWarning``) and
             runs the scope eagerly from then on; "error" raises ``GraphError``.

@@ -263,9 +263,8 @@ class Schedule:
     average, and a next window may be N times as long. A window where audits take less than their
     share is as long as the one before, or has half its length. With a number all windows have this
     length. The place within a window is drawn from a generator of the schedule's own, which ranks
-    have in common.
-    Ranks that communicate do not ask their own clocks: their windows have 1, 2, 4, ... calls up to
-    ``MEETING``, and then a length that the ranks agree on (``wanted``).
+    have in common. Ranks that communicate do not ask their own clocks: their windows have 1, 2, 4,
+    ... calls up to ``MEETING``, and then a length that the ranks agree on (``wanted``).
 
     Attributes:
         due: the count of calls at which the next audit is due.

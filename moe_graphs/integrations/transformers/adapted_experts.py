@@ -72,9 +72,6 @@ def multiplying_rows(kind: type[Any]) -> Any:
         elif reason is not None:
             warnings.warn(f"{reason}: {SUMMED}", GraphWarning, stacklevel=2)
             return forward(self, *args)
-        found: Tensor = functools.partial(experts_with_lora, lora=lora_of(self))(
-            base, *args, **kwargs
-        )
-        return found
+        return experts_with_lora(base, *args, **{**kwargs, "lora": lora_of(self)})
 
     return multiplying

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from moe_graphs.dispatch.local_rows import local_rows
 from moe_graphs.integrations.peft import beside_products
-from moe_graphs.integrations.transformers.packing import weight_of
+from moe_graphs.integrations.transformers.packing import WEIGHTS, weight_of
 from moe_graphs.kernels import (
     RowOrder,
     grouped_gemm,
@@ -137,7 +137,7 @@ def _sums(
     A bias behind the second product is a bias of the sum, with the sum of its routing weights.
     """
     turned = experts.is_transposed
-    w1, w2 = (weight_of(experts, n, is_transposed=turned) for n in ("gate_up_proj", "down_proj"))
+    w1, w2 = (weight_of(experts, name, is_transposed=turned) for name in WEIGHTS)
     tokens_TH, ends_E = _in_dtype_of(w1, hidden_TH), order.offsets_E
     first, second = beside_products(lora, is_transposed=experts.is_transposed)
     gate_up_R2F = up_projection_with_lora(tokens_TH, order, index_TK.shape[1], w1, first)
@@ -208,19 +208,14 @@ def _has_others(experts: Any) -> bool:
 def _linear(
     experts: Any, name: str, rows_RK: Tensor, offsets_E: Tensor, *, zero_tail: bool
 ) -> Tensor:
-    w_EKN = _weight(experts, name)
+    w_EKN = weight_of(experts, name, is_transposed=experts.is_transposed)
+    assert isinstance(w_EKN, Tensor)  # experts in few bits have an activation of our kernels
     rows_RK = _in_dtype_of(w_EKN, rows_RK)
     rows_RN = grouped_gemm(rows_RK, w_EKN, offsets_E, zero_tail=zero_tail)
     if not experts.has_bias:
         return rows_RN
     bias_EN = getattr(experts, f"{name}_bias").to(rows_RN.dtype)
     return _AddBias.apply(rows_RN, bias_EN, offsets_E)
-
-
-def _weight(experts: Any, name: str) -> Tensor:
-    """``[E, K, N]``."""
-    weight = getattr(experts, name)
-    return weight if experts.is_transposed else weight.transpose(1, 2)
 
 
 def _in_dtype_of(weight: Tensor | PackedWeight, rows: Tensor) -> Tensor:

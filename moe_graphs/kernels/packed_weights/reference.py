@@ -64,9 +64,20 @@ class PackedFormat(ABC):
     def shape_of(self, codes: Tensor) -> tuple[int, int, int]:
         """The shape ``[E, M, N]`` of the weight that has these codes."""
 
-    @abstractmethod
     def quantize(self, weight_EMN: Tensor) -> tuple[Tensor, Tensor]:
         """Codes and scales of a weight of any float dtype."""
+        shapes = self.packed_shapes(weight_EMN.shape)
+        device, kinds = weight_EMN.device, zip(shapes, self.dtypes, strict=True)
+        codes, scales = (torch.empty(each, dtype=kind, device=device) for each, kind in kinds)
+        if not weight_EMN.is_meta:
+            for weight_MN, *packed in zip(weight_EMN, codes, scales, strict=True):
+                for to, found in zip(packed, self._packed(weight_MN.float()), strict=True):
+                    to.copy_(found.view_as(to))
+        return codes, scales
+
+    @abstractmethod
+    def _packed(self, weight_MN: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of one expert's weight in fp32, in any shape."""
 
     @abstractmethod
     def dequantize(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,18 +130,11 @@ class _FourBits(PackedFormat):
         experts, rows, half = codes.shape
         return experts, rows, 2 * half
 
-    def quantize(self, weight_EMN: Tensor) -> tuple[Tensor, Tensor]:
-        shapes = self.packed_shapes(weight_EMN.shape)
-        device, kinds = weight_EMN.device, zip(shapes, self.dtypes, strict=True)
-        codes, scales = (torch.empty(each, dtype=kind, device=device) for each, kind in kinds)
-        if not weight_EMN.is_meta:
-            for weight_MN, codes_MB, scales_MG in zip(weight_EMN, codes, scales, strict=True):
-                found_XB, scales_X = self._blocks(weight_MN.float().reshape(-1, self.block))
-                first_XB, second_XB = found_XB[:, ::2], found_XB[:, 1::2]
-                high, low = (first_XB, second_XB) if self.high_first else (second_XB, first_XB)
-                codes_MB.copy_(((high << 4) | low).view_as(codes_MB))
-                scales_MG.copy_(scales_X.view_as(scales_MG))
-        return codes, scales
+    def _packed(self, weight_MN: Tensor) -> tuple[Tensor, Tensor]:
+        found_XB, scales_X = self._blocks(weight_MN.reshape(-1, self.block))
+        first_XB, second_XB = found_XB[:, ::2], found_XB[:, 1::2]
+        high, low = (first_XB, second_XB) if self.high_first else (second_XB, first_XB)
+        return (high << 4) | low, scales_X
 
     def dequantize(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         halves = codes >> 4, codes & 15
@@ -223,20 +227,13 @@ class FP8(PackedFormat):
         experts, rows, columns = codes.shape
         return experts, rows, columns
 
-    def quantize(self, weight_EMN: Tensor) -> tuple[Tensor, Tensor]:
-        shapes = self.packed_shapes(weight_EMN.shape)
-        device, kinds = weight_EMN.device, zip(shapes, self.dtypes, strict=True)
-        codes, scales = (torch.empty(each, dtype=kind, device=device) for each, kind in kinds)
-        if not weight_EMN.is_meta:
-            for weight_MN, codes_MN, scales_mn in zip(weight_EMN, codes, scales, strict=True):
-                blocks = self._blocks(weight_MN.float())
-                largest = blocks.abs().amax((1, 3))
-                factor = _E4M3_LARGEST / torch.where(largest > 0, largest, _E4M3_LARGEST)
-                blocks = blocks * factor[:, None, :, None]
-                blocks = blocks.clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
-                codes_MN.copy_(blocks.to(codes.dtype).view_as(codes_MN))
-                scales_mn.copy_(1.0 / factor)
-        return codes, scales
+    def _packed(self, weight_MN: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = self._blocks(weight_MN)
+        largest = blocks.abs().amax((1, 3))
+        factor = _E4M3_LARGEST / torch.where(largest > 0, largest, _E4M3_LARGEST)
+        blocks = blocks * factor[:, None, :, None]
+        blocks = blocks.clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
+        return blocks.to(self.dtypes[0]), 1.0 / factor
 
     def dequantize(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         blocks = self._blocks(codes.float().flatten(0, 1))
