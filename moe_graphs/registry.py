@@ -21,10 +21,12 @@ class Registry(Mapping[str, Any]):
     Args:
         kind: what the classes are, in one word for messages.
         places: for each name the class, or its module and name as ``"module:Class"``.
+        takes_places: whether a place serves as a name. It must not where names are read from files
+            that others wrote, because a place is imported.
     """
 
-    def __init__(self, kind: str, places: Mapping[str, Any]) -> None:
-        self.kind, self._places = kind, dict(places)
+    def __init__(self, kind: str, places: Mapping[str, Any], *, takes_places: bool = True) -> None:
+        self.kind, self._places, self._takes_places = kind, dict(places), takes_places
 
     def add(self, name: str, place: Any) -> None:
         """Add a class, or its place, under a name that is free.
@@ -42,6 +44,7 @@ class Registry(Mapping[str, Any]):
         Raises:
             ValueError: there is no such name or place; the message says what there is.
         """
+        self.check(name)
         place = self._places.get(name, name)
         if not isinstance(place, str):
             return place
@@ -65,7 +68,8 @@ class Registry(Mapping[str, Any]):
         return len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places or (isinstance(name, str) and ":" in name)
+        is_place = self._takes_places and isinstance(name, str) and ":" in name
+        return is_place or name in self._places
 
     def check(self, name: str) -> None:
         """Check that there is a name, or that it could be a place; nothing is imported.
@@ -84,10 +88,8 @@ class Registry(Mapping[str, Any]):
     def _unknown(self, name: str) -> str:
         close = difflib.get_close_matches(name, self, 1)
         meant = f" (did you mean {close[0]!r}?)" if close else ""
-        return (
-            f"{self.kind}: {name!r} is unknown: choose one of {', '.join(self)}{meant}, or a class "
-            f"of your own by module:Class"
-        )
+        own = ", or a class of your own by module:Class" if self._takes_places else ""
+        return f"{self.kind}: {name!r} is unknown: choose one of {', '.join(self)}{meant}{own}"
 
 
 # The fastest first: without a name, commands take the first that a layout allows.
@@ -160,6 +162,18 @@ MODELS = Registry(
         "llama3-8b": "moe_graphs.layers.architectures:llama3_8b",
         "llama3.1-405b": "moe_graphs.layers.architectures:llama3_1_405b",
     },
+)
+# A config.json names its family.
+FAMILIES = Registry(
+    "family",
+    {
+        "llama": "moe_graphs.checkpoints.families:LLAMA",
+        "mixtral": "moe_graphs.checkpoints.families:MIXTRAL",
+        "qwen3_moe": "moe_graphs.checkpoints.families:QWEN3_MOE",
+        "olmoe": "moe_graphs.checkpoints.families:OLMOE",
+        "deepseek_v3": "moe_graphs.checkpoints.families:DEEPSEEK_V3",
+    },
+    takes_places=False,
 )
 FP8_RECIPES = Registry(
     "fp8",

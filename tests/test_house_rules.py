@@ -33,7 +33,7 @@ ALLOWED = {
     "dispatch": {"dispatch", "kernels", "registry", "staged"},
     "layers": {"layers", "checkpoints", "dispatch", "kernels", "registry", "staged"},
     "routing": {"engine", "errors", "layers", "staged"},
-    "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling"},
+    "checkpoints": {"checkpoints", "layers.model_config", "layers.rope_scaling", "registry"},
     "parallel": {"parallel", "checkpoints", "layers", "layout", "dispatch", "kernels", "registry"},
     "pipelines": {"pipelines", "engine.callables.order", "errors"},
     "planning": {

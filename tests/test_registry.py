@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import moe_graphs
 from lm_runs import fresh_trainer, options, small_preset
+from moe_graphs.checkpoints.families import Family
 from moe_graphs.cli import build_app
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
@@ -24,6 +25,7 @@ from moe_graphs.lm.run_presets import Preset
 from moe_graphs.registry import (
     DISPATCHERS,
     EXPERTS,
+    FAMILIES,
     FP8_RECIPES,
     MODELS,
     OPTIMIZERS,
@@ -47,7 +49,6 @@ OWN_LION, OWN_DISPATCHER = "own_parts:OwnLion", "own_parts:OwnDispatcher"
 WHO_MAY_NAME = {
     "lm/fastest_way.py": {"local"},
     "lm/building.py": {"local"},
-    "lm/options.py": {"local"},
     "parallel/parallelize.py": {"all_to_all"},
     "parallel/replicated.py": {"all_to_all"},
     "planning/planned_step.py": {"all_to_all"},
@@ -65,6 +66,7 @@ def test_every_entry_is_a_class_of_its_name():
     assert all(OPTIMIZERS.values())
     assert all(issubclass(kind, ExpertsBackend) for kind in EXPERTS.values())
     assert all(map(callable, PROJECTIONS.values()))
+    assert all(isinstance(each, Family) for each in FAMILIES.values())
     assert all(isinstance(make(), Preset) for make in PRESETS.values())
     assert all(isinstance(make(), TransformerConfig) for make in MODELS.values())
 

@@ -1,7 +1,7 @@
 """Families of Hugging Face's models that our layers compute, by their ``model_type``.
 
-All that reading and writing know of a family is here. A family of your own is a further entry of
-``FAMILIES``, from your program.
+All that reading and writing know of a family is here. A family of your own is an entry of
+``registry.FAMILIES`` that your program adds (``FAMILIES.add("own", Family(...))``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from moe_graphs.registry import FAMILIES
 
 Values = Mapping[str, Any]
 
@@ -53,46 +55,44 @@ class Family:
     required: Mapping[str, Any] = field(default_factory=dict)
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", required={"mlp_bias": False}),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        rope_theta=1e6,
-        norm_eps=1e-5,
-        experts=("num_local_experts", "num_experts"),
-        expert_size="intermediate_size",
-        moe={"normalize_top_k": True},
-        window=True,
-        block="block_sparse_moe",
-        products=("w1", "w3", "w2"),
-        # The jitter of transformers reaches the experts; our jitter reaches the router alone.
-        required={"router_jitter_noise": 0.0},
-    ),
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        qk_norm="head",
-        experts=("num_experts", "num_local_experts"),
-        lists_dense_layers=True,
-        required={"use_sliding_window": False},
-    ),
-    "olmoe": Family(
-        architecture="OlmoeForCausalLM",
-        qk_norm="full",
-        norm_eps=1e-5,
-        experts=("num_experts", "num_local_experts"),
-        expert_size="intermediate_size",
-        required={"clip_qkv": None},
-    ),
-    "deepseek_v3": Family(
-        architecture="DeepseekV3ForCausalLM",
-        experts=("n_routed_experts", "num_local_experts"),
-        moe={"score_function": "sigmoid", "expert_bias": True},
-        latent=True,
-        grouped=True,
-        later_tokens=True,
-        required={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    ),
-}
+LLAMA = Family(architecture="LlamaForCausalLM", required={"mlp_bias": False})
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    rope_theta=1e6,
+    norm_eps=1e-5,
+    experts=("num_local_experts", "num_experts"),
+    expert_size="intermediate_size",
+    moe={"normalize_top_k": True},
+    window=True,
+    block="block_sparse_moe",
+    products=("w1", "w3", "w2"),
+    # The jitter of transformers reaches the experts; our jitter reaches the router alone.
+    required={"router_jitter_noise": 0.0},
+)
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    qk_norm="head",
+    experts=("num_experts", "num_local_experts"),
+    lists_dense_layers=True,
+    required={"use_sliding_window": False},
+)
+OLMOE = Family(
+    architecture="OlmoeForCausalLM",
+    qk_norm="full",
+    norm_eps=1e-5,
+    experts=("num_experts", "num_local_experts"),
+    expert_size="intermediate_size",
+    required={"clip_qkv": None},
+)
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    experts=("n_routed_experts", "num_local_experts"),
+    moe={"score_function": "sigmoid", "expert_bias": True},
+    latent=True,
+    grouped=True,
+    later_tokens=True,
+    required={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+)
 REQUIRED = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
 
 
@@ -100,7 +100,7 @@ def family_name(values: Values) -> str:
     """Return ``model_type``.
 
     Raises:
-        ValueError: ``FAMILIES`` has no such name.
+        ValueError: no family has this name.
     """
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:

@@ -7,16 +7,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_graphs.checkpoints.config_types import check_types
-from moe_graphs.checkpoints.families import (
-    FAMILIES,
-    REQUIRED,
-    Family,
-    Values,
-    family_name,
-    needed,
-)
+from moe_graphs.checkpoints.families import REQUIRED, Family, Values, family_name, needed
 from moe_graphs.layers.model_config import LatentAttentionConfig, MoEConfig, TransformerConfig
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
+from moe_graphs.registry import FAMILIES
 
 # Options that act in training alone. config.json has no names for them; a loaded model has their
 # defaults.

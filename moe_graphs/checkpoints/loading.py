@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.checkpoints.families import FAMILIES, family_name
+from moe_graphs.checkpoints.families import family_name
 from moe_graphs.checkpoints.float8 import FLOAT8, SCALE, block_of, dequantised, take_scales
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, Stored, open_shard, read_headers, read_json, some
 from moe_graphs.checkpoints.weight_names import Piece, pieces, tensors_of
 from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.registry import FAMILIES
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")

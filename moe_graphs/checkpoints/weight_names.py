@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.checkpoints.families import FAMILIES, Family, Values
+from moe_graphs.checkpoints.families import Family, Values
 from moe_graphs.layers.model_config import MoEConfig, TransformerConfig
+from moe_graphs.registry import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_directories import CASES, LLAMA3, YARN, theirs
-from moe_graphs.checkpoints.families import FAMILIES, Family
+from moe_graphs.checkpoints.families import Family
 from moe_graphs.checkpoints.hf_config import describes, hf_config, transformer_config
 from moe_graphs.checkpoints.weight_names import pieces
 from moe_graphs.layers import (
@@ -20,6 +20,7 @@ from moe_graphs.layers import (
     olmoe_1b_7b,
     qwen3_30b_a3b,
 )
+from moe_graphs.registry import FAMILIES
 
 # The fields that matter, as they are published.
 _COMMON = dict(hidden_act="silu", attention_dropout=0.0, tie_word_embeddings=False)
@@ -223,13 +224,25 @@ def test_options_of_training_alone_are_left_out():
     assert transformer_config(hf_config(config)).moe.z_loss_coef == 0.0
 
 
+def test_a_place_in_a_config_json_is_not_imported():
+    """Others write these files; a registry that takes places would import what they name."""
+    place = "moe_graphs.checkpoints.families:LLAMA"
+    with pytest.raises(ValueError, match="model_type='moe_graphs.*:LLAMA' is not known: load one"):
+        transformer_config({**PUBLISHED[llama3_8b], "model_type": place})
+    with pytest.raises(ValueError, match="family: 'lama' is unknown: .* mean 'llama'..$"):
+        FAMILIES["lama"]
+    with pytest.raises(ValueError, match="family: 'moe_graphs.*:LLAMA' is unknown: choose one"):
+        FAMILIES[place]
+
+
 def test_a_family_of_a_users_own_is_an_entry(monkeypatch):
     """Facts of the entry decide names of fields and tensors, and what is refused."""
     family = Family(
         architecture="OwnForCausalLM", qk_norm="head", experts=("my_experts",), window=True,
         block="my_block", products=("a", "b", "c"), required={"my_flag": False},
     )  # fmt: skip
-    monkeypatch.setitem(FAMILIES, "own", family)
+    monkeypatch.setattr(FAMILIES, "_places", dict(FAMILIES._places))
+    FAMILIES.add("own", family)
     values = {
         **PUBLISHED[qwen3_30b_a3b],
         "model_type": "own",
