@@ -9,6 +9,9 @@ from typing import Any
 from moe_graphs.option_tree import option
 from moe_graphs.registry import DEGREES
 
+# Options of FSDP2, which are for layouts that shard weights.
+OF_FSDP = ("reshard_after_forward", "layers_per_group")
+
 
 def _degree(help: str) -> Any:
     return option(1, help, of="layout")
@@ -62,11 +65,13 @@ class ParallelConfig:
                 f"ep ({self.ep}) must divide dp_shard ({self.dp_shard}){by_cp}: expert-parallel "
                 f"ranks are taken out of it"
             )
-        if self.layers_per_group > 1 and self.with_tokens == 1:
-            raise ValueError(
-                f"layers_per_group ({self.layers_per_group}): of FSDP2, which shards nothing "
-                f"without dp_replicate, dp_shard or cp: drop it"
-            )
+        for name in OF_FSDP:
+            value = getattr(self, name)
+            if self.with_tokens == 1 and value != getattr(ParallelConfig, name):
+                raise ValueError(
+                    f"{name} ({value}): of FSDP2, which shards nothing without dp_replicate, "
+                    f"dp_shard or cp: drop it"
+                )
 
     def degrees(self, fact: str | None = None) -> dict[str, int]:
         """Degrees by name in the registry's order, all or those whose class has this fact."""

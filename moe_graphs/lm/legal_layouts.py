@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from moe_graphs.config import FullIterationConfig, GraphConfig
+from moe_graphs.layout import OF_FSDP
 from moe_graphs.lm.fastest_way import Obstacle, Situation, against_scopes, against_whole_steps
 from moe_graphs.lm.optimizers import check_optimizer_layout
 from moe_graphs.lm.run import RunOptions
@@ -128,7 +129,7 @@ def _of_whole_weights(workers: Workers) -> Iterator[str]:
             f"no-fsdp: the layout is {workers.described()}: without FSDP2 ranks are data-parallel "
             f"(--dp-shard) and share experts all together (--ep {workers.count}) or not at all"
         )
-    for name in ("layers_per_group", "reshard_after_forward"):
+    for name in OF_FSDP:
         if getattr(layout, name) != getattr(ParallelConfig, name):
             yield f"{name}: of FSDP2: drop it, or --no-fsdp"
 

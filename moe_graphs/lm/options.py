@@ -98,7 +98,7 @@ class GraphOptions:
     dispatcher: str | None = option(
         None,
         f"{DISPATCHERS.words()}, or module:Class of your own. (default: the fastest that is legal, "
-        "which the run prints)",
+        "which the run prints; all_to_all in plans)",
         of="ranks",
     )
 
@@ -319,7 +319,6 @@ class ProfiledModel(ModelOptions):
     optimizer_in_graph: bool = option(
         False, "With full_iteration, the graph has clipping and update, too."
     )
-    dispatcher: str = option("local", f"Dispatcher: {DISPATCHERS.words()}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,9 +333,10 @@ class ProfileOutput(OutputOptions):
 class ProfileOptions:
     model: ProfiledModel = section(
         ProfiledModel,
-        ("impl", "preset", "optimizer_in_graph", "dispatcher", "experts", "linear", "fp8"),
+        ("impl", "preset", "optimizer_in_graph", "experts", "linear", "fp8"),
     )
     text: TextOptions = section(TextOptions, ("data", "attention_within_documents"))
+    graphs: GraphOptions = section(GraphOptions, ("dispatcher",))
     training: dict[str, Any] = changes(
         TrainSettings, ("batch_size", "microbatches", "sequence_length", "optimizer", "seed")
     )
@@ -356,10 +356,6 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStepOptions:
-    dispatcher: str | None = option(
-        None,
-        "Dispatcher with --ep, as for train. (default: all_to_all)",
-    )
     rows_factor: float | None = option(
         None, "Room for expert rows, as a multiple of balanced routing. (default: worst case)"
     )
@@ -370,6 +366,7 @@ class PlanOptions:
     model: PlannedModel = section(PlannedModel)
     layout: dict[str, Any] = changes(ParallelConfig)
     pipeline: PipelineOptions = section(PipelineOptions)
+    graphs: GraphOptions = section(GraphOptions, ("dispatcher",))
     step: PlannedStepOptions = section(PlannedStepOptions)
     training: dict[str, Any] = changes(
         TrainSettings,

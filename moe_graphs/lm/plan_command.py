@@ -33,12 +33,13 @@ _SEQUENCE_LENGTH = 4096
 
 def plan(asked: PlanOptions) -> None:
     """Runs the command."""
-    model, gpus, options = asked.model.model, asked.model.gpus, asked.step
+    model, gpus = asked.model.model, asked.model.gpus
+    dispatcher, rows_factor = asked.graphs.dispatcher, asked.step.rows_factor
     console = make_console(stderr=asked.output.json)
     with errors_in_a_line():
         config, defaults = named_model(model)
         layout = layout_of(gpus, **asked.layout)
-        if layout.ep == 1 and (options.dispatcher is not None or options.rows_factor is not None):
+        if layout.ep == 1 and (dispatcher is not None or rows_factor is not None):
             raise ValueError("dispatcher, rows_factor: between ranks, which ep=1 does not use")
         settings = _settings(asked, layout, {**_own(config), **defaults})
         batch, parts, length = settings.batch_size, settings.microbatches, settings.sequence_length
@@ -49,8 +50,8 @@ def plan(asked: PlanOptions) -> None:
             microbatches=parts,
             dtype=dtype_of(asked.numerics.dtype),
             mixed_precision=asked.numerics.mixed_precision,
-            dispatcher=options.dispatcher or PlannedStep.dispatcher,
-            rows_factor=options.rows_factor,
+            dispatcher=dispatcher or PlannedStep.dispatcher,
+            rows_factor=rows_factor,
             schedule=asked.pipeline.schedule,
             stages_per_rank=stages_of(asked.pipeline),
             optimizer=functools.partial(optimizer_costs, settings),

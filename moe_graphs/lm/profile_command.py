@@ -37,7 +37,8 @@ Config = GraphConfig | FullIterationConfig | None
 
 def profile(asked: ProfileOptions) -> None:
     """Runs the command."""
-    console, dispatcher = make_console(stderr=asked.output.json), asked.model.dispatcher
+    console = make_console(stderr=asked.output.json)
+    dispatcher = asked.graphs.dispatcher or training_run.RunOptions.dispatcher
     impl, optimizer_in_graph = asked.model.impl, asked.model.optimizer_in_graph
     data, trace, out = asked.text.data, asked.output.trace, asked.output.out
     with errors_in_a_line(ImportError), memory_errors():

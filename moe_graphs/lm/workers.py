@@ -279,10 +279,7 @@ def layout_of(world_size: int, **given: Any) -> ParallelConfig:
             f"{found} = {product}, and there {_are(world_size)}: their product must be the number "
             f"of ranks (torchrun --nproc-per-node, or --nproc); ep is taken out of dp_shard * cp"
         )
-    layout = ParallelConfig(**{**given, **factors})
-    if layout.with_tokens == 1 and not layout.reshard_after_forward:
-        raise ValueError("reshard_after_forward: of FSDP2, which shards nothing here: drop it")
-    return layout
+    return ParallelConfig(**{**given, **factors})
 
 
 def _are(world_size: int) -> str:
