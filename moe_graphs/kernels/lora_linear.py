@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.precision import to_autocast
+from moe_graphs.kernels.precision import product_in, to_autocast
 
 
 def lora_linear(
@@ -108,21 +108,11 @@ class _LoRALinear(torch.autograd.Function):
         if wants_z:
             dz_TK = dlow_Tr @ a_rK.to(dlow_Tr.dtype)
         if wants_a:
-            da_rK = _product(dlow_Tr.t(), z_TK, a_rK.dtype)
+            da_rK = product_in(a_rK.dtype, dlow_Tr.t(), z_TK)
         if wants_gradient(ctx, 2):
-            db_Nr = _product(dy_TN.t(), low_Tr, b_Nr.dtype) * ctx.scale
+            db_Nr = product_in(b_Nr.dtype, dy_TN.t(), low_Tr) * ctx.scale
         return dx_TK, da_rK, db_Nr, None, dz_TK, None, None
 
 
 def _scaled(b_Nr: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (b_Nr * scale).to(dtype)
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in a dtype; from bf16 to fp32 without rounding to bf16 between."""
-    is_mixed = left.is_cuda and left.dtype != dtype
-    mixed: dict[str, Any] = {"out_dtype": dtype} if is_mixed else {}
-    if not is_mixed:  # the CPU has no product with two dtypes
-        left, right = left.to(dtype), right.to(dtype)
-    found = torch.empty(len(left), right.shape[1], dtype=dtype, device=left.device)
-    return torch.mm(left, right, **mixed, out=found)  # with `out`: autocast would round it

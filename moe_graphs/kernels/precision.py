@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,24 @@ def to_autocast(x: Tensor, w: W) -> tuple[Tensor, W]:
         dtype = torch.get_autocast_dtype(x.device.type)
         return x.to(dtype), w.to(dtype)
     return x, w
+
+
+def product_in(
+    dtype: torch.dtype, left: Tensor, right: Tensor, added_to: Tensor | None = None
+) -> Tensor:
+    """The product in a dtype, from bf16 to fp32 without rounding to bf16 between.
+
+    Args:
+        added_to: a sum in that dtype, to which the product is added in place.
+    """
+    is_mixed = left.is_cuda and left.dtype != dtype
+    mixed: dict[str, Any] = {"out_dtype": dtype} if is_mixed else {}
+    if not is_mixed:  # the CPU has no product with two dtypes
+        left, right = left.to(dtype), right.to(dtype)
+    if added_to is not None:  # cuBLAS adds in its epilogue
+        return torch.addmm(added_to, left, right, **mixed, out=added_to)
+    found = torch.empty(len(left), right.shape[1], dtype=dtype, device=left.device)
+    return torch.mm(left, right, **mixed, out=found)  # with `out`: autocast would round it
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,7 @@ from moe_graphs.kernels.cross_entropy.part import (
 )
 from moe_graphs.kernels.launching import cdiv
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.precision import accumulation_dtype, to_autocast
+from moe_graphs.kernels.precision import accumulation_dtype, product_in, to_autocast
 
 CHUNK_BYTES = 1 << 30
 """Size that the logits of one chunk may have."""
@@ -188,19 +188,8 @@ class _Gradients:
             if self._is_one:
                 self.of_weight = grad_NV.t() @ hidden_ND
             else:
-                self._add_to_weight(grad_NV, hidden_ND)
-
-    def _add_to_weight(self, grad_NV: Tensor, hidden_ND: Tensor) -> None:
-        dtype = accumulation_dtype(hidden_ND)
-        is_mixed = grad_NV.is_cuda and grad_NV.dtype != dtype
-        mixed: dict[str, Any] = {"out_dtype": dtype} if is_mixed else {}
-        if not is_mixed:  # the CPU has no product with two dtypes
-            grad_NV, hidden_ND = grad_NV.to(dtype), hidden_ND.to(dtype)
-        if self.of_weight is None:  # with `out`, since autocast would round the product
-            self.of_weight = torch.empty_like(self._weight_VD, dtype=dtype)
-            torch.mm(grad_NV.t(), hidden_ND, **mixed, out=self.of_weight)
-        else:  # cuBLAS adds in its epilogue
-            torch.addmm(self.of_weight, grad_NV.t(), hidden_ND, **mixed, out=self.of_weight)
+                dtype = accumulation_dtype(hidden_ND)
+                self.of_weight = product_in(dtype, grad_NV.t(), hidden_ND, self.of_weight)
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
