@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ LIKE_OTHERS = (
     "split_heads, norm of all",
     "split_heads_by_rank",
 )
-FEW = [pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else ()) for name in NAMES]
+# Interpreted or not, these run plain torch here; the others take the way with kernels, and "all"
+# takes both.
+PLAIN = ("apply_rotary", "gather_gemm", "grouped_gemm", "rotate")
 WITH_KERNELS = (
     "choose_experts",
     "cross_entropy",
@@ -35,6 +38,16 @@ WITH_KERNELS = (
     "routed_experts",
     "swiglu",
 )
+
+
+def few(is_few: Callable[[str], bool]) -> list[Any]:
+    """All names, of which `long` marks those that another case or the other way has as well."""
+    return [
+        pytest.param(
+            name, marks=() if is_few(name) and name not in LIKE_OTHERS else pytest.mark.long
+        )
+        for name in NAMES
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +70,7 @@ def check(case: OpCase, expected: list[Tensor], **tolerance: float) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo does that
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few(lambda name: name in (*PLAIN, "all")))
 def test_plain_torch(name):
     case = op_cases()[name]
     check(case, case.results(case.run))
@@ -65,7 +78,7 @@ def test_plain_torch(name):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: log(0)
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few(lambda name: name not in PLAIN))
 def test_interpreted_kernels(monkeypatch, name):
     """The traced graph is what a GPU runs, except for the kernels; plain torch is right."""
     case = op_cases()[name]

@@ -8,12 +8,15 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from moe_graphs.cli import build_app
 from moe_graphs.lm.checkpoint import read_model
 
 ROOT = Path(__file__).parents[2]
@@ -30,18 +33,44 @@ def start(*arguments: object) -> subprocess.Popen:
 
 
 def finished(*arguments: object) -> str:
-    process = start(*arguments)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
-    return said
+    """A whole run in this process, which has imported all."""
+    done = CliRunner().invoke(build_app(), ["train", *map(str, arguments)])
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def terminated_here(run: Path, *arguments: object) -> tuple[int, str]:
+    """The same in this process, where SIGTERM does nothing outside of the run."""
+
+    def send() -> None:
+        until = time.monotonic() + 250
+        while not has_logged(run) and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        sender = threading.Thread(target=send)
+        sender.start()
+        command = ["train", *map(str, arguments), "--out", str(run)]
+        done = CliRunner().invoke(build_app(), command)
+        sender.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return done.exit_code, done.output
+
+
+def has_logged(run: Path) -> bool:
+    log = run / "log.jsonl"
+    return log.exists() and '"loss"' in log.read_text()
 
 
 def terminated(run: Path, *arguments: object) -> tuple[int, str]:
     """Starts a run and sends SIGTERM after a logged step; returns its code and its output."""
-    process, log = start(*arguments, "--out", run), run / "log.jsonl"
+    process = start(*arguments, "--out", run)
     until = time.monotonic() + 250
     try:
-        while not (log.exists() and '"loss"' in log.read_text()):
+        while not has_logged(run):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < until
             time.sleep(0.02)
@@ -87,7 +116,7 @@ def test_terminated_ranks_end_at_one_step_and_go_on_bitwise(text, tmp_path):
 
 def test_a_terminated_run_that_saves_nothing_says_so(text, tmp_path):
     run = tmp_path / "run"
-    code, said = terminated(run, *COMMON, "--data", text, "--no-save")
+    code, said = terminated_here(run, *COMMON, "--data", text, "--no-save")
     assert code == 128 + signal.SIGTERM
     assert "without a checkpoint (--no-save)" in said
     assert not (run / "checkpoints").exists()
