@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune, remove_weight_norm, weight_norm
 
 import moe_graphs
+from grids import by_turns
 from moe_graphs import FullIteration, GraphConfig, GraphError, GraphWarning
 from training_runs import DEVICES
 
@@ -90,8 +91,7 @@ def check_same(found: list[Any], expected: list[Any]) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("audit_every", [None, 2])
+@pytest.mark.parametrize(("times", "audit_every"), by_turns([1, 2], [None, 2]))
 def test_scopes_leave_attributes_as_eager_does(device, times, audit_every):
     model = build(device)
     eager = copy.deepcopy(model)

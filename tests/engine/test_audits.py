@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import moe_graphs
+from grids import by_turns
 from moe_graphs import FullIteration, GraphConfig, GraphError, GraphWarning
 from moe_graphs.engine import audit as audit_module
 from moe_graphs.engine.audit import MEETING, Audits, Comparison, Schedule, Stream
@@ -183,8 +184,7 @@ def no_guards(monkeypatch):
 
 
 @on_devices
-@on_engines
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("engine", "change"), by_turns(ENGINES, list(CHANGES)))
 def test_audits_alone_find_a_change_that_lasts(engine, change, device, no_guards):
     make, message = CHANGES[change]
     run = Run(engine, device, audit_every=EVERY)
@@ -267,8 +267,7 @@ def test_the_audited_call_itself_is_right(engine, device, no_guards):
 
 
 @on_devices
-@on_engines
-@pytest.mark.parametrize("every", [1, 2, "auto"])
+@pytest.mark.parametrize(("engine", "every"), by_turns(ENGINES, [1, 2, "auto"]))
 def test_audited_training_is_bitwise_eager(engine, every, device):
     eager, run = Run("eager", device), None
     losses = [eager.step().item() for _ in range(14)]

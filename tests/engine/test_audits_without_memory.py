@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import moe_graphs
+from grids import by_turns
 from moe_graphs import FullIteration, GraphConfig, GraphWarning
 from moe_graphs.engine import audit
 from moe_graphs.engine.audit import Comparison
@@ -154,8 +155,7 @@ def compare_with_failure(
 
 # Operations of forward, backward and update; the last ones of a whole step have written parameters.
 @on_devices
-@on_engines
-@pytest.mark.parametrize("number", [1, 10, 21, 45])
+@pytest.mark.parametrize(("engine", "number"), by_turns(ENGINES, [1, 10, 21, 45]))
 def test_training_goes_on_bit_for_bit(engine, number, device, monkeypatch):
     report = compare_with_failure(engine, device, number, monkeypatch)
     assert report.audits_skipped == {"memory": 1}

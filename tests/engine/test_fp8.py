@@ -15,6 +15,7 @@ from torch import nn
 
 import fake_transformer_engine
 import moe_graphs
+from grids import by_pairs
 from moe_graphs import CaptureError, FullIteration, GraphConfig, make_graphed_callables
 from moe_graphs.engine.guards.torch_state import TorchState
 
@@ -123,10 +124,15 @@ def state_of(model):
             yield module._fp8_workspaces["weight"]._data
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["cast every time", "weights cached"])
-@pytest.mark.parametrize("engine", ["scopes", "whole steps", "callables"])
-@pytest.mark.parametrize("place", ["step", "call"])
-@pytest.mark.parametrize("kind", ["delayed", "current"])
+@pytest.mark.parametrize(
+    ("kind", "place", "engine", "cached"),
+    by_pairs(
+        ["delayed", "current"],
+        ["step", "call"],
+        ["scopes", "whole steps", "callables"],
+        [False, True],  # weights are cast every time, or cached
+    ),
+)
 def test_graphed_is_bitwise_eager_with_its_state(te, kind, place, engine, cached):
     expected, _ = train(te, kind, place, None, cached=cached)
     found, report = train(te, kind, place, engine, cached=cached)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fake_transformer_engine
+from grids import by_turns
 from moe_graphs import make_graphed_callables
 
 WIDTH, ROWS, STEPS = 32, 32, 4
@@ -147,8 +148,7 @@ def run(functions, batch, shifts, cached) -> list[torch.Tensor]:
     return [loss.detach() for loss in losses]
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["cast every time", "weights cached"])
-@pytest.mark.parametrize("kind", ["delayed", "current"])
+@pytest.mark.parametrize(("cached", "kind"), by_turns([False, True], ["delayed", "current"]))
 def test_interleaved_pipelines_are_bitwise_eager(where, kind, cached, monkeypatch):
     expected = train(where(monkeypatch), kind, cached, graphed=False)
     found = train(where(monkeypatch), kind, cached, graphed=True)

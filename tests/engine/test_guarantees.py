@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_graphs
+from grids import by_turns
 from moe_graphs import FullIteration, GraphConfig, GraphError, GraphWarning, make_graphed_callables
 from training_runs import DEVICES
 
@@ -268,8 +269,7 @@ def assert_same(found: Run, expected: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore::moe_graphs.GraphWarning")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize(("engine", "name"), by_turns(ENGINES, GOOD))
 def test_right_or_eager_and_counted(name, engine, device):
     found = Run(name, engine, device)
     assert_same(found, Run(name, None, device))
@@ -280,8 +280,7 @@ def test_right_or_eager_and_counted(name, engine, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("engine", "name"), by_turns(ENGINES, REFUSED))
 def test_refused_by_name_and_trained_eagerly(name, engine, device):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

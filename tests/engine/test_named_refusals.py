@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import moe_graphs
+from grids import by_turns
 from moe_graphs import GraphConfig
 from refusal_runs import ENGINES, STEPS, WIDTH, Model, Scope, both, check, plain_backward, train
 from training_runs import DEVICES
@@ -99,8 +100,7 @@ def test_a_dictionary_keyed_by_a_parameter_is_replayed_in_a_whole_step():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@both(ENGINES)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(("engine", "kind"), by_turns(ENGINES, [nn.LSTM, nn.GRU, nn.RNN]))
 def test_recurrent_layers_are_replayed(kind, engine, device):
     named, report = check(lambda: Scope(kind(WIDTH, WIDTH, batch_first=True)), engine, device)
     assert not named

@@ -32,6 +32,13 @@ def by_turns(*axes: Sequence[Any]) -> list[Any]:
     return [_parameter(axes, c, () if c in turns else pytest.mark.long) for c in combinations]
 
 
+def by_pairs(*axes: Sequence[Any]) -> list[Any]:
+    """Every combination, of which `long` marks those that add no new pair of values; CI runs it."""
+    combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    chosen = covering(combinations)
+    return [_parameter(axes, c, () if c in chosen else pytest.mark.long) for c in combinations]
+
+
 def pairs(combinations: Sequence[tuple]) -> list[Any]:
     """Parameters as in ``grid``, for combinations of which some are left out."""
     chosen = covering(combinations)

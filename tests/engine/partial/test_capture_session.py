@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import moe_graphs
+from grids import by_turns
 from moe_graphs import GraphConfig, GraphError, GraphWarning
 from moe_graphs.engine.partial.capture import Recorder
 from training_runs import DEVICES, Trace, loss_of, microbatches, tiny_model, train
@@ -76,8 +77,9 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("where", ["_capture_forward", "_record"], ids=["forward", "backward"])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(
+    ("where", "failure"), by_turns(["_capture_forward", "_record"], list(FAILURES))
+)
 def test_a_failed_capture_leaves_an_eager_model_as_if_nothing_had_happened(
     device, monkeypatch, where, failure
 ):

@@ -13,7 +13,7 @@ import itertools
 import pytest
 
 import moe_graphs
-from grids import pairs
+from grids import covering, pairs
 from moe_graphs import GraphConfig
 from moe_graphs.config import SCOPE_STAGES
 from moe_graphs.dispatch import (
@@ -74,14 +74,24 @@ def test_the_list_of_cases_is_what_the_rules_allow():
     assert "attn,mlp,moe_router,moe_preprocess" in legal_scope_lists("mixed", "all_to_all")
 
 
+# Lists of scopes that have all pairs of what the parts of a layer may be.
+PARTS = (("", "attn"), ("", "mlp"), ("", "moe", "moe_router", "moe_router,moe_preprocess"))
+SHORT = {
+    "full",
+    *(",".join(filter(None, each)) for each in covering(list(itertools.product(*PARTS)))),
+}
+
+
 def few_short(places: list) -> list:
-    """Every scope list of a kind of model under one dispatcher by turns; all pairs take long."""
-    turns: dict[tuple[str, str], list] = {}
+    """Each list of scopes in SHORT once, under all models and dispatchers; the rest is long."""
+    places_of: dict[str, list] = {}
     for place in places:
-        if not place.marks:
-            layers, _, _, scopes = place.values
-            turns.setdefault((layers, scopes), []).append(place)
-    short = [every[number % len(every)] for number, every in enumerate(turns.values())]
+        if not place.marks and place.values[3] in SHORT:
+            places_of.setdefault(place.values[3], []).append(place)
+    short, had = [], set()
+    for those in places_of.values():
+        short.append(max(those, key=lambda place: len(set(place.values) - had)))
+        had.update(short[-1].values)
     is_short = lambda place: any(place is each for each in short)  # noqa: E731
     return [
         place if place.marks or is_short(place) else pytest.param(*place.values, marks=LONG)

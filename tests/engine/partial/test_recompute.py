@@ -123,7 +123,14 @@ def test_audited_calls_recompute_as_well(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "names",
-    ["attn", "full", "attn,moe", "attn,moe_router,moe_preprocess", "moe_router,moe_preprocess"],
+    [
+        "full",
+        "attn,moe_router,moe_preprocess",
+        *(
+            pytest.param(n, marks=pytest.mark.long)
+            for n in ("attn", "attn,moe", "moe_router,moe_preprocess")
+        ),
+    ],
 )
 def test_scopes_of_a_language_model(device, names):
     """Graphs that end in the middle of a layer keep the boundary, which the eager rest reads."""

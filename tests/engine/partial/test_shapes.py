@@ -152,7 +152,9 @@ def test_wrong_options_are_named(wrong):
         GraphConfig(**wrong)
 
 
-@pytest.mark.parametrize("chosen", ["full", "attn,moe_router,moe_preprocess"])
+@pytest.mark.parametrize(
+    "chosen", ["full", pytest.param("attn,moe_router,moe_preprocess", marks=pytest.mark.long)]
+)
 def test_rows_of_our_own_model_have_several_lengths(chosen):
     """Graphs of stages end within a layer, and routers have losses and biases."""
     runs = []

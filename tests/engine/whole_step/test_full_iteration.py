@@ -27,9 +27,9 @@ RUNS = {
     "moe, 4 microbatches, optimizer inside": ("moe", 4, True),
     "mixed, 2 microbatches, optimizer inside": ("mixed", 2, True),
 }
-# Other cases have each of its properties, two at a time.
-TAKES_LONG = "dense, 4 microbatches, optimizer outside"
-SOME = [pytest.param(kind, marks=pytest.mark.long if kind == TAKES_LONG else ()) for kind in RUNS]
+# Two cases have all kinds of layers, one or more microbatches, the optimizer inside or outside.
+SHORT = ("moe, 1 microbatch, optimizer outside", "mixed, 2 microbatches, optimizer inside")
+SOME = [pytest.param(kind, marks=() if kind in SHORT else pytest.mark.long) for kind in RUNS]
 
 
 @pytest.mark.parametrize("kind", SOME)
@@ -117,7 +117,13 @@ def forward_step(iterator: Iterator[Any], model: nn.Module):
     return tokens, lambda tokens: ((loss := loss_of(model, tokens)[0]), {"lm loss": loss.detach()})
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["iterator", "list of iterators"])
+@pytest.mark.parametrize(
+    "several",
+    [
+        pytest.param(False, id="iterator", marks=pytest.mark.long),
+        pytest.param(True, id="list of iterators"),
+    ],
+)
 def test_the_signature_of_megatron(device, several):
     traces = []
     for graphed in (False, True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from grids import by_turns
 from moe_graphs import CaptureError, GraphError
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from toy_steps import Toy, add_hook, both, warm
@@ -35,8 +36,9 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("difference", DIFFERENT)
-@pytest.mark.parametrize("policy", ["error", "eager", "recapture"])
+@pytest.mark.parametrize(
+    ("policy", "difference"), by_turns(["error", "eager", "recapture"], list(DIFFERENT))
+)
 def test_a_batch_that_is_not_like_the_captured_one(device, difference, policy):
     make, message = DIFFERENT[difference]
 
@@ -139,8 +141,7 @@ def test_changes_that_a_graph_would_not_see(device, change):
 
 
 @pytest.mark.filterwarnings("ignore:full iteration ran eagerly:moe_graphs.GraphWarning")
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("policy", ["eager", "recapture"])
+@pytest.mark.parametrize(("policy", "change"), by_turns(["eager", "recapture"], list(CHANGES)))
 def test_changes_are_followed_on_request(device, change, policy):
     def scenario(toy, step):
         CHANGES[change][0](toy)
