@@ -40,7 +40,7 @@ def finished(*arguments: object) -> str:
 
 
 def terminated_here(run: Path, *arguments: object) -> tuple[int, str]:
-    """The same in this process, where SIGTERM does nothing outside of the run."""
+    """Run and signal in this process, where SIGTERM does nothing outside of the run."""
 
     def send() -> None:
         until = time.monotonic() + 250
