@@ -131,38 +131,36 @@ _store: contextvars.ContextVar[MoETensorStore | None] = contextvars.ContextVar(
 )
 
 
-_blocks: contextvars.ContextVar[tuple[Block, ...]] = contextvars.ContextVar(
+open_blocks: contextvars.ContextVar[tuple[Block, ...]] = contextvars.ContextVar(
     "moe_graphs_blocks", default=()
 )
+"""The blocks of ``carried_block`` that are open now."""
 
 
 @contextlib.contextmanager
 def carried_block(block: Block) -> Iterator[None]:
     """Context within which ``recomputed_within`` notes ``block``, which is entered already."""
-    token = _blocks.set((*_blocks.get(), block))
+    token = open_blocks.set((*open_blocks.get(), block))
     try:
         yield
     finally:
-        _blocks.reset(token)
+        open_blocks.reset(token)
 
 
-def has_open_block() -> bool:
-    """Whether a block of ``carried_block`` is open."""
-    return bool(_blocks.get())
-
-
-def recomputed_within(run: Callable[..., T]) -> Callable[..., T]:
-    """Bind a function that a backward may run again to the blocks that are open now.
+def recomputed_within(
+    run: Callable[..., T], blocks: tuple[Block, ...] | None = None
+) -> Callable[..., T]:
+    """Bind a function that a backward may run again to the blocks that are open now, or to others.
 
     Activation checkpointing runs a forward again when the blocks around it may have ended
     (``moe_graphs.routing.replay``), or others have begun.
     """
-    blocks = _blocks.get()
+    blocks = open_blocks.get() if blocks is None else blocks
     if not blocks:
         return run
 
     def again(*args: Any, **kwargs: Any) -> T:
-        still_open = _blocks.get()
+        still_open = open_blocks.get()
         with contextlib.ExitStack() as stack:
             for block in blocks:
                 if block not in still_open:

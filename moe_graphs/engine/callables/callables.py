@@ -226,6 +226,9 @@ class CaptureOptions:
 class CallableGraphs:
     """The graphs of the callables of one ``make_graphed_callables``: ``.graphs`` of each."""
 
+    # There are no warm-up steps, no pauses, and no steps that calls could lie outside of.
+    state, in_step, paused_by = "captured", True, None
+
     def __init__(
         self,
         functions: Sequence[Callable[..., Any]],
@@ -242,7 +245,7 @@ class CallableGraphs:
             [(call.args, call.kwargs) for call in calls]))  # fmt: skip
         self.backend = backend_for(tensors, generators)
         self.calls, self.fallbacks = tuple(calls), FallbackWarning()
-        self._resources = Resources[Captured](self.backend)
+        self.resources = Resources[Captured](self.backend)
         self._audits = audits
         audits.ranks = Ranks(self.model)
         self.graphed = [
@@ -253,15 +256,12 @@ class CallableGraphs:
     @property
     def captured(self) -> Captured | None:
         """The captured graphs, until they are released."""
-        return self._resources.captured
+        return self.resources.captured
 
     @property
     def eager_calls(self) -> dict[str, int]:
         """Numbers of calls that ran eagerly, by reason."""
         return self.report().eager_calls
-
-    def eager_reason(self) -> str | None:
-        return torch_state.reason_to_run_eagerly()
 
     def mismatched(self, mismatch: Mismatch) -> None:
         """Counts a call that was to be replayed and runs eagerly."""
@@ -339,7 +339,7 @@ class CallableGraphs:
             ])
             for chunk in plan.chunks
         ]  # fmt: skip
-        self._resources.captured = Captured(chunks, recorder, memory)
+        self.resources.captured = Captured(chunks, recorder, memory)
         try:
             self.backend.make_room()
             for planned, chunk in zip(plan.chunks, chunks, strict=True):
@@ -349,7 +349,7 @@ class CallableGraphs:
             for call, guards in zip(calls, tried, strict=True):
                 guards.check_unchanged(f"scope {call.scope.name!r}: ")
         except BaseException:
-            self._resources.release()
+            self.resources.release()
             raise
 
     def _try(
@@ -430,7 +430,7 @@ class CallableGraphs:
         """Gives modules their own forward back and frees the graphs' memory. Idempotent."""
         for graphed in self.graphed:
             graphed.uninstall()
-        self._resources.release()
+        self.resources.release()
 
 
 class GraphedCallable(GraphedScope):
@@ -451,7 +451,7 @@ class GraphedCallable(GraphedScope):
         deferred = self.scope.assigned.deferred
         if deferred.now or deferred.waiting:
             deferred.poll()
-        if self.graphs.captured is None:
+        if self.graphs.resources.captured is None:
             raise GraphError(f"{self.scope.name} was reset: make graphed callables again")
         self._calls += 1
         self._called(self._calls)

@@ -68,20 +68,14 @@ def _notices_attributes(version_of: Callable[[dict[Any, Any]], int]) -> bool:
 
 Contents = tuple[Container, dict[Any, Any]]
 # The version of a dictionary, which every change of the dictionary changes: Python's own version,
-# or that of a watcher.
-_version_of: Callable[[dict[Any, Any]], int] | None = getattr(of_dynamo, "dict_version", None)
-if _version_of is not None and not _notices_attributes(_version_of):
-    _version_of = None
+# or that of a watcher. An id never changes, so it is no version.
+_version_of: Callable[[dict[Any, Any]], int] = getattr(of_dynamo, "dict_version", id)
+_HAS_VERSIONS = _notices_attributes(_version_of)
 _OFTEN = 3
 _NAMED = 4  # further differences that a message names
 _KEYED = (dict, types.MappingProxyType)
 _ASKED = attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 _CODE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-
-
-def _versions_of(dicts: list[Any]) -> list[int]:
-    """The version of each dictionary; without versions there are no such dictionaries."""
-    return [] if _version_of is None else list(map(_version_of, dicts))
 
 
 class FastPath:
@@ -124,7 +118,7 @@ class FastPath:
         of_dicts = [pair for pair in filled if self._has_version(pair[0].holder)]
         others = [pair for pair in filled if not self._has_version(pair[0].holder)]
         self._dicts = [container.holder for container, _ in of_dicts]
-        self._versions = _versions_of(self._dicts)
+        self._versions = list(map(_version_of, self._dicts))
         self._of_dicts = _Columns(of_dicts, self._noisy, self._matter)
         self._others = _Columns(others, self._noisy, self._matter)
 
@@ -135,7 +129,7 @@ class FastPath:
         # A dictionary that changes all the time, like the globals of a script, is not compared by
         # version.
         restless = self._changes[id(holder)] >= _OFTEN
-        return _version_of is not None and type(holder) is dict and not restless
+        return _HAS_VERSIONS and type(holder) is dict and not restless
 
     def is_true(self) -> bool:
         """Whether everything is the very same object."""
@@ -154,7 +148,7 @@ class FastPath:
         )
 
     def _contents_are_same(self) -> bool:
-        versions = _versions_of(self._dicts)
+        versions = list(map(_version_of, self._dicts))
         if versions == self._versions:
             return self._others.are_same()
         if not (self._of_dicts.are_same() and self._others.are_same()):

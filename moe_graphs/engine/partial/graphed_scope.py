@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_graphs.engine import fp8
 from moe_graphs.engine.assigned import Left
 from moe_graphs.engine.audit import NEVER, Audits, CallAudit, Schedule
-from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.backends.backend import Backend, Resources
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.torch_state import reason_to_run_eagerly
 from moe_graphs.engine.partial.audited_call import AuditedCall, is_due
@@ -110,17 +110,25 @@ _NOT_OBSERVED = Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
 _OTHER_CHECKPOINTING = Mismatch("checkpointing", str(EAGER_CALLS["checkpointing"]))
 
 
+_SERVING = ("warmup", "capturing", "captured")
+
+
 class Owner(Protocol):
-    """The owner of the graphs of some scopes."""
+    """The owner of the graphs of some scopes.
+
+    Attributes:
+        resources: what is captured or will be, until it is released.
+        state: as of ``Graphs``; in any state but three all calls run eagerly, and it says why.
+        in_step: whether a step is open.
+        paused_by: the word under which all calls run eagerly for a while, or None.
+    """
 
     observation: Observation
     fallbacks: FallbackWarning
-
-    @property
-    def captured(self) -> Captured | None: ...
-
-    def eager_reason(self) -> str | None:
-        """The reason why every call runs eagerly now, or None if calls are observed or replayed."""
+    resources: Resources[Captured]
+    state: str
+    in_step: bool
+    paused_by: str | None
 
     def try_out(
         self, call: ScopeCall, signature_id: int, linked: list[int], accessed: AccessedNames
@@ -196,8 +204,19 @@ class GraphedScope:
             return self._outside_of_compiler(*args, **kwargs)
         return self._call(*args, **kwargs)
 
+    def eager_reason(self) -> str | None:
+        """The reason why every call runs eagerly now, or None if calls are observed or replayed."""
+        graphs = self.graphs
+        if graphs.state not in _SERVING:
+            return graphs.state
+        if graphs.paused_by is not None:
+            return graphs.paused_by
+        if not graphs.in_step and torch.is_grad_enabled():
+            return "outside_step"
+        return reason_to_run_eagerly()
+
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        reason = cause = self.graphs.eager_reason()
+        reason = cause = self.eager_reason()
         if self.why_eager is not None and reason in (None, "saved_tensors_hooks", "recompute"):
             cause = self.why_eager(self.scope.module) or reason
             # The scope knows a better name for the hooks of checkpointing. The forward that
@@ -215,7 +234,7 @@ class GraphedScope:
         planned = fp8.with_flag_on_device(inputs) if fp8.FLAG in kwargs else inputs
         if self.scope.assigned.places:
             planned = self.scope.assigned.given(planned)
-        captured = self.graphs.captured
+        captured = self.graphs.resources.captured
         if captured is None:
             return self._observe(inputs, planned, call)
         return self._replay(captured, inputs, planned, call)
@@ -279,10 +298,8 @@ class GraphedScope:
             return self._mismatched(_OTHER_CHECKPOINTING, inputs, call)
         mismatch = slot.mismatch(site, structure, leaves)
         produced: list[Any] = []
-        if slot.is_to_record(site):
-            mismatch = captured.recorder.mismatch(site, mismatch)
-        if mismatch is None and not site.has_forward:
-            first = self._first_replay(captured.recorder, slot, site, leaves, call)
+        if not site.has_forward:
+            first = self._first_replay(captured.recorder, slot, site, leaves, call, mismatch)
             if isinstance(first, Mismatch):
                 mismatch = first
             else:
@@ -306,9 +323,19 @@ class GraphedScope:
         return outputs if exit is None else self.scope.epilogue(outputs, exit, call)
 
     def _first_replay(
-        self, recorder: Recorder, slot: Slot, site: CallSite, leaves: list[Any], arguments: Call
+        self,
+        recorder: Recorder,
+        slot: Slot,
+        site: CallSite,
+        leaves: list[Any],
+        arguments: Call,
+        mismatch: Mismatch | None,
     ) -> list[Any] | Mismatch:
         """Captures the call, replays it, and compares that with eager."""
+        if not (slot.is_closed or site.planned.refused):  # ranks decide together
+            mismatch = recorder.mismatch(site, mismatch)
+        if mismatch is not None:
+            return mismatch
         signature = site.planned.signature
         leased = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
         call = ScopeCall(self.scope, signature, leaves, arguments, {}, leased)

@@ -33,7 +33,6 @@ from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
 from moe_graphs.engine.checks import Deferred
-from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.partial.capture import Recorder
@@ -91,6 +90,8 @@ class Graphs:
     Attributes:
         state: "warmup", "capturing" as long as a planned call has not been captured yet,
             "captured", "capture_failed", "released", or "off" (``impl="none"``).
+        in_step: whether a ``step()`` is open.
+        paused_by: the word under which calls run eagerly within ``paused()``; else None.
         off_because: the message of the capture that has failed, if one has.
         fallbacks: counts eager calls, and warns of them.
     """
@@ -103,8 +104,8 @@ class Graphs:
         self.backend = backend_for((*model.parameters(), *model.buffers()), generators)
         self.delayed = DelayedWeights()
         self._trials = Trials(model, self.backend)
-        self._in_step = self._is_ahead_of_time = False
-        self._paused: str | None = None
+        self.in_step = self._is_ahead_of_time = False
+        self.paused_by: str | None = None
         self._capture_seconds = 0.0
         self._ranks = Ranks(model)
         self._audits = Audits(config.audit_every, config.on_audit, self._ranks)
@@ -117,8 +118,8 @@ class Graphs:
         self._checks = Deferred()
         for scope in scopes:
             scope.assigned.deferred = self._checks
-        self._resources = Resources[Captured](self.backend)
-        self._finalizer = weakref.finalize(self, self._resources.release)
+        self.resources = Resources[Captured](self.backend)
+        self._finalizer = weakref.finalize(self, self.resources.release)
 
     def _begin_warmup(self) -> None:
         self.observation, self.fallbacks = Observation(), FallbackWarning()
@@ -133,7 +134,7 @@ class Graphs:
     @property
     def captured(self) -> Captured | None:
         """The planned call sites and the graphs captured there, until they are released."""
-        return self._resources.captured
+        return self.resources.captured
 
     # ---- a training step
 
@@ -150,10 +151,10 @@ class Graphs:
             GraphError: if a ``backward_weight()`` is missing.
             CheckError: for a check of a value that has failed in a replay, one step late.
         """
-        if self._in_step:
+        if self.in_step:
             raise GraphError("graphs.step() does not nest: one step is already open")
         self._checks.poll()
-        self._in_step = True
+        self.in_step = True
         self._audits.step += 1
         if self.captured is not None:
             self.captured.look_for_occasions()
@@ -169,7 +170,7 @@ class Graphs:
             self._check_weights_are_done()
             self._checks.poll()
         finally:
-            self._in_step = False
+            self.in_step = False
             self.delayed.clear()
             if self.captured is not None:
                 failures = self.captured.end_step()
@@ -188,16 +189,6 @@ class Graphs:
         except CaptureError as error:
             self._fail(error)
 
-    def eager_reason(self) -> str | None:
-        """The reason why every call runs eagerly now, or None if calls are observed or replayed."""
-        if self.state not in ("warmup", "capturing", "captured"):
-            return self.state
-        if self._paused is not None:
-            return self._paused
-        if torch.is_grad_enabled() and not self._in_step:
-            return "outside_step"
-        return torch_state.reason_to_run_eagerly()
-
     def _warmup_step_ended(self) -> None:
         self.observation.end_step()
         self._fail_together(self._failure)
@@ -206,7 +197,7 @@ class Graphs:
             planned = plan(self.observation.steps)
             self._memory = self._predicted(planned, accumulates)
             if len(self.observation.steps) == self.config.warmup_steps:
-                self._resources.captured = self._places(planned, self._memory)
+                self.resources.captured = self._places(planned, self._memory)
                 self._tried.clear()
                 self.state = "capturing"
 
@@ -236,7 +227,7 @@ class Graphs:
 
     def _fail(self, error: CaptureError) -> None:
         self.state, self.off_because = "capture_failed", str(error)
-        self._resources.release()
+        self.resources.release()
         if self._is_ahead_of_time or self.config.on_capture_error == "error":
             raise error
         warn(str(error))
@@ -414,9 +405,9 @@ class Graphs:
         Call it after the model was changed on purpose, or when another batch size becomes the
         common one.
         """
-        if self.state in ("off", "released") or self._in_step:
+        if self.state in ("off", "released") or self.in_step:
             raise GraphError(f"recapture() in state {self.state!r}, or inside of a step")
-        self._resources.release()
+        self.resources.release()
         self._audits.schedules = 0
         self._begin_warmup()
         self.state = "warmup"
@@ -434,7 +425,7 @@ class Graphs:
         """
         if not self.config.split_backward:
             raise GraphError("delayed_weights() needs GraphConfig(split_backward=True)")
-        if not self._in_step or self.delayed.is_collecting:
+        if not self.in_step or self.delayed.is_collecting:
             raise GraphError("delayed_weights() belongs inside 'with graphs.step()', not nested")
         with self.delayed.collecting(), self.observation.delaying():
             yield
@@ -479,11 +470,11 @@ class Graphs:
 
         ``reason``: another word of the guide's table, for integrations.
         """
-        before, self._paused = self._paused, reason
+        before, self.paused_by = self.paused_by, reason
         try:
             yield
         finally:
-            self._paused = before
+            self.paused_by = before
 
     def check(self) -> None:
         """Waits for the outcomes of all checks of values (``assert``) in replays.

@@ -21,7 +21,7 @@ from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
 from moe_graphs.engine.partial.verify import recompute
 from moe_graphs.engine.tensors import copy_to, leaves_of_outputs, unwrap
 from moe_graphs.errors import GraphError
-from moe_graphs.staged import recomputed_within
+from moe_graphs.staged import open_blocks, recomputed_within
 
 # ---- delayed weight gradients: backwards whose first part, for the inputs, has run
 
@@ -231,12 +231,14 @@ class Replay(torch.autograd.Function):
             ctx.mark_non_differentiable(*map(outputs.__getitem__, forward.constant_outputs))
         ctx.set_materialize_grads(False)
         ctx.parts = slot, pending, recorder, delayed
-        ctx.run = recomputed_within(_backward)
+        ctx.blocks = open_blocks.get()
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return ctx.run(ctx, *gradients)
+        # A backward that no graph serves runs the forward anew, within the blocks of the forward.
+        run = recomputed_within(_backward, ctx.blocks) if ctx.blocks else _backward
+        return run(ctx, *gradients)
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -345,7 +347,7 @@ def _weights_part(
         second_uses = site.run.second_uses  # a failed capture drops the run
         gradients = recorder.backward_of_weights(slot, pending)
         return dict(zip(second_uses, gradients, strict=True))
-    slot.reclaim_added()
+    slot.backward_pool.added.reclaim()
     if site.weights.graph is not None:
         site.weights.graph.replay()
     if nodes is None:
@@ -382,7 +384,7 @@ def _first_part(
         has_other_layout
         and backward is not None
         and _fits(backward, incoming)
-        and slot.reclaim_added()
+        and slot.backward_pool.added.reclaim()
     ):
         slot.backward_done(pending, replayed=True)
         _copy_in(backward, incoming)

@@ -113,7 +113,7 @@ class Chunk:
         microbatch in a free lane.
         """
         site = self._current.next_site(scope) if self._current is not None else None
-        if self._current is None or site is None or self._current.is_at_start:
+        if self._current is None or site is None or self._current.clock == -1:
             if site is None:  # else it is the first microbatch of a step
                 free = [lane for lane in range(self.lanes) if not self._in_flight(lane)]
                 if not free:

@@ -16,7 +16,7 @@ for a backward.
 
 | question | reason if the answer is no |
 |---|---|
-| can any graph serve the call? (``Owner.eager_reason``) | `paused`, `outside_step`, a mode, ... |
+| can any graph serve it? (``GraphedScope.eager_reason``) | `paused`, `outside_step`, a mode, ... |
 | does an integration need the Python to run? (``GraphedScope.why_eager``) | its own word |
 | was the scope observed, and is a slot free? | `not_observed`, `slots_full` |
 | does its replay compute what eager does? (``PlannedCall.refused``) | `differs_from_eager` |
@@ -163,6 +163,8 @@ class CallSite:
     """A call at its place in the order of a slot, with what was recorded there.
 
     Attributes:
+        has_forward: whether its forward is recorded.
+        forward: the recording of its forward; only call sites with ``has_forward`` have it.
         backward: the recording that computes all gradients or, if the backward is split, those of
             the inputs; then ``weights`` computes the others.
         first: the recording of the backward for the first microbatch of a step, if gradients are
@@ -177,12 +179,15 @@ class CallSite:
         audit_due: the count of replays at which an audit may be due.
     """
 
+    forward: RecordedForward
+
     def __init__(self, planned: PlannedCall, position: int) -> None:
-        self.planned, self.position = planned, position
+        self.planned, self.position, self.name = planned, position, planned.scope.name
         self.clear()
 
     def clear(self) -> None:
-        self._forward: RecordedForward | None = None
+        self.has_forward = False
+        self.__dict__.pop("forward", None)
         self.backward: RecordedBackward | None = None
         self.first: RecordedBackward | None = None
         self.weights: RecordedBackward | None = None
@@ -196,21 +201,6 @@ class CallSite:
         self.replayed = self.audited = 0
         self.audit: CallAudit | None = None
         self.audit_due = NEVER
-
-    @property
-    def name(self) -> str:
-        return self.planned.scope.name
-
-    @property
-    def has_forward(self) -> bool:
-        """Whether its forward is recorded."""
-        return self._forward is not None
-
-    @property
-    def forward(self) -> RecordedForward:
-        """The recording of its forward; only for call sites that have one."""
-        assert self._forward is not None, f"the forward of {self.name!r} is not recorded"
-        return self._forward
 
     @property
     def is_recorded(self) -> bool:
@@ -242,7 +232,9 @@ class CallSite:
         return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
 
     def graphs(self) -> list[Graph]:
-        recorded = (self._forward, self.backward, self.first, self.weights)
+        recorded: list[RecordedForward | RecordedBackward | None]
+        recorded = [self.forward] if self.has_forward else []
+        recorded += [self.backward, self.first, self.weights]
         return [each.graph for each in recorded if each is not None and each.graph is not None]
 
     def opened(
@@ -259,7 +251,8 @@ class CallSite:
                 and the number of the output.
             owned: addresses of the model's own memory. An output that lies there is not leased.
         """
-        self._forward, self.open, self.sources = forward, open, sources
+        self.forward, self.has_forward = forward, True
+        self.open, self.sources = open, sources
         on_storage: dict[int, list[int]] = {}
         for index, output in enumerate(forward.outputs):
             storage = output.untyped_storage()
@@ -473,6 +466,7 @@ class Slot:
         fails_alone: whether a capture that fails here leaves other slots their graphs.
 
     Attributes:
+        clock: the position that the running microbatch has come to; -1 if it has called nothing.
         failure: the error of a capture that has failed here, if it fails alone.
     """
 
@@ -508,7 +502,7 @@ class Slot:
         self.pool_of_first = self._backend.new_pool(self._first_bytes)
         self.backward_pool = self._shared or BackwardPool(self._backend, self.pool)
         self.in_place = Leases()  # leases of gradients that have become ``.grad``
-        self._clock, self._backwards = -1, 0
+        self.clock, self._backwards = -1, 0
         self._stream: Any = None
         # The keys are positions: a recording waits for one backward at most.
         self._pending: dict[int, weakref.ref[PendingBackward]] = {}
@@ -544,7 +538,7 @@ class Slot:
         )
         if complete and self._shared is not None:
             self._shared.begin()
-        return complete and self.reclaim_added()
+        return complete and self.backward_pool.added.reclaim()
 
     def backward_recorded(self, site: CallSite) -> None:
         """Notes a captured backward: backwards may be replayed only in the order of captures."""
@@ -578,27 +572,18 @@ class Slot:
     def next_site(self, scope: str) -> CallSite | None:
         """The next call of ``scope`` that this microbatch has not reached yet."""
         for site in self._of_scope.get(scope, ()):
-            if site.position > self._clock:
+            if site.position > self.clock:
                 return site
         return None
-
-    @property
-    def is_at_start(self) -> bool:
-        """Whether its microbatch has called nothing yet."""
-        return self._clock == -1
 
     def begin(self) -> None:
         """Starts a new microbatch in the slot."""
         self._retained.clear()
-        self._clock = -1
+        self.clock = -1
 
     def skip(self, site: CallSite) -> None:
         """Notes a call that runs eagerly in place of its recording, so the microbatch goes on."""
-        self._clock = site.position
-
-    def is_to_record(self, site: CallSite) -> bool:
-        """Whether the next call at the call site may be the one that is captured."""
-        return not (site.has_forward or self.is_closed or site.planned.refused)
+        self.clock = site.position
 
     def mismatch(self, site: CallSite, structure: Any, leaves: Sequence[Any]) -> Mismatch | None:
         """The reason why this call cannot be replayed now, or None. Makes room for its outputs."""
@@ -646,7 +631,7 @@ class Slot:
             # Forwards may write where the gradients of the last microbatch are, unless the
             # gradients have a pool of their own.
             free = self.accumulates or self.reclaim_in_place()
-            if self.reclaim_added() and free:
+            if self.backward_pool.added.reclaim() and free:
                 return None
             held, kind = "gradient", "a weight's gradient"
         message = f"a view of {kind} of its last replay is still in use: clone() what you keep"
@@ -670,16 +655,6 @@ class Slot:
         """
         return self.in_place.reclaim(0 if site is None else site.backward_position)
 
-    def reclaim_added(self, *, collecting: bool = False) -> bool:
-        """Reclaims gradients that were added to others.
-
-        ``collecting`` runs the garbage collector for those that only garbage holds.
-        """
-        added = self.backward_pool.added
-        if added.reclaim():
-            return True
-        return collecting and gc.collect() >= 0 and added.reclaim()
-
     def in_flight(self) -> list[PendingBackward]:
         """The replayed forwards whose backward may still come."""
         alive = [pending for ref in self._pending.values() if (pending := ref()) is not None]
@@ -699,7 +674,7 @@ class Slot:
         self._stream = stream
         random = self._backend.random_position() if site.forward.draws else None
         pending = PendingBackward(site, leaves, random)
-        self._clock = site.position
+        self.clock = site.position
         if any(site.forward.differentiable):
             self._pending[site.position] = weakref.ref(pending)
         return pending
@@ -728,16 +703,21 @@ class Slot:
         site = pending.site
         if site.backward is None:
             return "not_captured"
-        if site.backward_position <= self._clock:
+        if site.backward_position <= self.clock:
             return "out_of_order"
         if layouts != site.backward.layouts and layouts not in site.verified_layouts:
             return site.backward.other(layouts)
         mismatch = next(results_of(site.backward.conditions.checks), None)
         if mismatch is not None:
             return mismatch.reason
-        # Ranks collect garbage at different times, but they have to run the same operations.
-        free = self.reclaim_added(collecting=site.planned.ranks.group is not None)
-        return None if free else "gradient_held"
+        added = self.backward_pool.added
+        if added.reclaim():
+            return None
+        if site.planned.ranks.group is not None:
+            # Ranks collect garbage at different times, but they have to run the same operations.
+            gc.collect()
+            return None if added.reclaim() else "gradient_held"
+        return "gradient_held"
 
     def backward_to_replay(self, site: CallSite) -> RecordedBackward:
         """The recording that serves a backward which can be replayed.
@@ -754,7 +734,7 @@ class Slot:
     def backward_done(self, pending: PendingBackward, *, replayed: bool) -> None:
         """Notes that a backward has run, or is about to be replayed."""
         if replayed:
-            self._clock = pending.site.backward_position
+            self.clock = pending.site.backward_position
             if self._shared is not None:
                 self._shared.begin()
         pending.is_done = True
@@ -785,7 +765,7 @@ class Slot:
             self.abandoned += 1
         self._pending.clear()
         self._retained.clear()
-        self._clock = -1
+        self.clock = -1
         for lease in self.in_place:
             lease.note_grad()
         begun = any(site.has_forward for site in self.sites)

@@ -27,7 +27,7 @@ from moe_graphs.integrations.transformers.changes import Change, Changes, change
 from moe_graphs.integrations.transformers.mask_rules import UnknownMasksError, builder_of, mask_rule
 from moe_graphs.integrations.transformers.packed_rows import DOCUMENTS, OF_OTHER_KERNELS
 from moe_graphs.layers.expert_load import ExpertLoad
-from moe_graphs.staged import has_open_block
+from moe_graphs.staged import open_blocks
 
 SHAPES = 6  # with graphs at once: the chosen lengths, and two more that come later
 _CHOSEN = 4
@@ -230,7 +230,7 @@ def _looking(lengths: Lengths) -> contextlib.AbstractContextManager[None]:
 
 def _why_left_alone(given: Mapping[str, Any], tokens: Tensor, lengths: Lengths) -> str | None:
     """The reason why a batch stays as it is, or None."""
-    if has_open_block():
+    if open_blocks.get():
         return "experts are recorded or replayed, for the tokens that there are"
     rows = {"attention_mask", "position_ids", *_TOKENS}
     if given.get("position_ids") is not None and given.get("attention_mask") is None:
