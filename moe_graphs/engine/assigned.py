@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine.checks import Checks, Deferred, Key
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.introspection import GONE
-from moe_graphs.engine.tensors import tensor_leaves
-from moe_graphs.engine.tracing import address
+from moe_graphs.engine.tensors import address, tensor_leaves
 
 
 class Given(NamedTuple):

@@ -40,11 +40,10 @@ from torch.optim import Optimizer
 from moe_graphs.config import check_audits
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.snapshot import Snapshot
-from moe_graphs.engine.tensors import is_plain, unwrap
+from moe_graphs.engine.tensors import address, is_plain, unwrap
 from moe_graphs.engine.tracing import (
     Operations,
     Origins,
-    address,
     shown,
     source_line,
     written_arguments,

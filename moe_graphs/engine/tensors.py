@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,6 +267,34 @@ class Signature:
             message = "captured with other arguments being the very same tensor: call it alike"
             yield Mismatch("aliases", message)
 
+    def mismatch_of_memory(
+        self, leaves: Sequence[Any], written: Iterable[Tensor], asked_for: Collection[int]
+    ) -> Mismatch | None:
+        """The first input that static memory cannot stand for, because others know it, or None.
+
+        Args:
+            written: tensors from outside that a replay modifies.
+            asked_for: ids of tensors that the Python of the call compares with others by identity.
+        """
+        places = set(map(address, written)) - {0}
+        for spec, leaf in zip(self.leaves, leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                continue
+            if id(leaf) in asked_for:
+                message = (
+                    f"input {spec.name!r} is an object that the code knows by another name as well "
+                    f"and compares by identity (is, in), and a graph has another object in its "
+                    f"place: pass a clone() of it and a flag"
+                )
+                return Mismatch("aliases", message)
+            if address(leaf) in places:
+                message = (
+                    f"input {spec.name!r} lies in memory that is modified in place, and a graph "
+                    f"would read a copy from before: pass a clone() of it"
+                )
+                return Mismatch("aliases", message)
+        return None
+
     def fits(self, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> bool:
         """Whether a call has no difference."""
         return next(self.mismatches(structure, leaves), None) is None
@@ -398,6 +426,14 @@ def apart(
             storages.add(storage)
         made.append(leaf)
     return made
+
+
+def address(tensor: Tensor) -> int:
+    """The address of the storage; 0 for tensors without one (sparse tensors)."""
+    tensor = unwrap(tensor)
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import pathlib
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,7 @@ from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.ranks import groups_in
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import (
-    Mismatch,
+    address,
     communicates,
     finished,
     has_no_values,
@@ -505,46 +505,6 @@ def differing_op(first: Operations, second: Operations) -> str | None:
             return f"operation {number} is {shown(a)} in one run and {shown(b)} in the next"
     if len(first.ops) != len(second.ops):
         return f"one run has {len(first.ops)} operations, the next {len(second.ops)}"
-    return None
-
-
-def address(tensor: Tensor) -> int:
-    """The address of the storage; 0 for tensors without one (sparse tensors)."""
-    tensor = unwrap(tensor)
-    if tensor.layout is not torch.strided:
-        return 0
-    return tensor.untyped_storage().data_ptr()
-
-
-def mismatch_of_memory(
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    written: Iterable[Tensor],
-    asked_for: Collection[int],
-) -> Mismatch | None:
-    """The first input that static memory cannot stand for, because others know it, or None.
-
-    Args:
-        written: tensors from outside that a replay modifies.
-        asked_for: ids of tensors that the Python of the call compares with others by identity.
-    """
-    places = {address(tensor) for tensor in written} - {0}
-    for name, leaf in zip(names, leaves, strict=True):
-        if not isinstance(leaf, Tensor):
-            continue
-        if id(leaf) in asked_for:
-            message = (
-                f"input {name!r} is an object that the code knows by another name as well and "
-                f"compares by identity (is, in), and a graph has another object in its place: pass "
-                f"a clone() of it and a flag"
-            )
-            return Mismatch("aliases", message)
-        if address(leaf) in places:
-            message = (
-                f"input {name!r} lies in memory that is modified in place, and a graph would read "
-                f"a copy from before: pass a clone() of it"
-            )
-            return Mismatch("aliases", message)
     return None
 
 

@@ -19,7 +19,7 @@ OF_FOUR = [({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 2)]
 
 
 def _groups(config: ParallelConfig) -> int:
-    return len(Sharding(laid_out("cpu", config, **LAYERS)[0])._groups)
+    return len(Sharding(laid_out("cpu", config, **LAYERS)[0]).groups)
 
 
 def _same_numbers(rank: int, world_size: int, device: str, cases: list) -> list[tuple[int, int]]:

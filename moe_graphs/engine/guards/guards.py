@@ -33,8 +33,7 @@ from moe_graphs.engine.guards.introspection import (
 from moe_graphs.engine.guards.object_graph import Reachable, Walk
 from moe_graphs.engine.reasons import CAPTURE_AGAIN, EAGER_CALLS
 from moe_graphs.engine.snapshot import state_of
-from moe_graphs.engine.tensors import Mismatch, is_wrapped, same_value, unwrap
-from moe_graphs.engine.tracing import address
+from moe_graphs.engine.tensors import Mismatch, address, is_wrapped, same_value, unwrap
 from moe_graphs.errors import CaptureError
 
 # ---- the fast path: every container still holds the very same objects

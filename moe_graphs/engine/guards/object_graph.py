@@ -70,8 +70,7 @@ from moe_graphs.engine.guards.introspection import (
     special_methods,
     text_in,
 )
-from moe_graphs.engine.tensors import BY_IDENTITY, is_plain
-from moe_graphs.engine.tracing import address
+from moe_graphs.engine.tensors import BY_IDENTITY, address, is_plain
 
 # ---- what the code of functions names in Python's modules
 

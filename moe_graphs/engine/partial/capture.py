@@ -49,6 +49,7 @@ from moe_graphs.engine.tensors import (
     Mismatch,
     OutputLeaf,
     TensorSpec,
+    address,
     as_leaf,
     copy_to,
     is_plain,
@@ -58,7 +59,7 @@ from moe_graphs.engine.tensors import (
     target_of,
     unwrap,
 )
-from moe_graphs.engine.tracing import Operations, address, differing_op
+from moe_graphs.engine.tracing import Operations, differing_op
 from moe_graphs.engine.trial_run import explaining_errors_of
 from moe_graphs.errors import CaptureError
 

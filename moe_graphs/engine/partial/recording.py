@@ -31,11 +31,11 @@ from moe_graphs.engine.tensors import (
     Mismatch,
     OutputLeaf,
     Signature,
+    address,
     as_leaf,
     unflattening,
     unwrap,
 )
-from moe_graphs.engine.tracing import address
 from moe_graphs.errors import GraphError
 
 Layouts = tuple[tuple[int, ...] | None, ...]

@@ -74,7 +74,6 @@ from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning
 from moe_graphs.engine.tensors import Mismatch, Signature, copy_to, results_of, unwrap
-from moe_graphs.engine.tracing import mismatch_of_memory
 from moe_graphs.engine.verify import Difference, same_bits, warn
 from moe_graphs.errors import CaptureError, GraphError
 
@@ -608,8 +607,8 @@ class Slot:
                     yield found
             asked_for = forward.conditions.guards.asked_for
             if forward.written or asked_for:
-                names = [spec.name for spec in site.planned.signature.leaves]
-                found = mismatch_of_memory(names, leaves, forward.written, asked_for)
+                signature = site.planned.signature
+                found = signature.mismatch_of_memory(leaves, forward.written, asked_for)
                 if found is not None:
                     yield found
         elif not self.may_record(site):

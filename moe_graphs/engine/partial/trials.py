@@ -32,6 +32,7 @@ from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import (
     Signature,
     TensorSpec,
+    address,
     as_leaf,
     flatten,
     static_copy,
@@ -40,9 +41,7 @@ from moe_graphs.engine.tensors import (
 from moe_graphs.engine.tracing import (
     MODIFIED_INPUT,
     Trace,
-    address,
     differing_op,
-    mismatch_of_memory,
 )
 from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.errors import CaptureError
@@ -302,8 +301,7 @@ class Trials:
         Raises:
             CaptureError: if the code may ask whether an input is a tensor that it knows.
         """
-        names = [spec.name for spec in call.signature.leaves]
-        found = mismatch_of_memory(names, call.leaves, (), guards.asked_for)
+        found = call.signature.mismatch_of_memory(call.leaves, (), guards.asked_for)
         if found is not None:
             raise CaptureError(found.message)
 

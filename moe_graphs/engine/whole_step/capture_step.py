@@ -25,8 +25,8 @@ from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.snapshot import Snapshot, random_digest
-from moe_graphs.engine.tensors import is_sharded_by_fsdp, is_wrapped, tensor_leaves
-from moe_graphs.engine.tracing import Operations, Origins, Trace, address, differing_op
+from moe_graphs.engine.tensors import address, is_sharded_by_fsdp, is_wrapped, tensor_leaves
+from moe_graphs.engine.tracing import Operations, Origins, Trace, differing_op
 from moe_graphs.engine.trial_run import TrialRun, explaining_errors
 from moe_graphs.engine.verify import ByFingerprint, Verdict
 from moe_graphs.engine.whole_step import fsdp
@@ -212,6 +212,7 @@ def _record(
     gradients = None
     if seen.touches_gradients:
         gradients = StaticGradients(list(named), parameters, seen.dropped, prepared.found, left)
+    sharding = Sharding(definition.model)
     return RecordedStep(
         graph=graphs[0],
         pool=prepared.pool,
@@ -227,7 +228,7 @@ def _record(
         written=written,
         modified=modified,
         entry=prepared.entry,
-        sharding=Sharding(definition.model),
+        sharding=sharding if sharding.groups else None,
     )
 
 

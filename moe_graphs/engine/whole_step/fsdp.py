@@ -30,12 +30,16 @@ _OF_GROUPS = (
 
 
 class Sharding:
-    """The modules of a model that ``fully_shard`` has sharded, and their settings as they are."""
+    """The modules of a model that ``fully_shard`` has sharded, and their settings as they are.
+
+    Attributes:
+        groups: FSDP2's groups of parameters; none if it does not shard the model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         sharded: list[Any] = [module for module in model.modules() if is_sharded_by_fsdp(module)]
         states = {id(state): state for state in (each._get_fsdp_state() for each in sharded)}
-        self._groups = [group for state in states.values() for group in _groups_of(state)]
+        self.groups = [group for state in states.values() for group in _groups_of(state)]
         self._contexts = {id(c): c for s in states.values() if (c := _context_of(s)) is not None}
         self._states = list(states.values())
         self._before = self._settings()
@@ -46,7 +50,7 @@ class Sharding:
         A forward without a backward leaves both. The next backward would gather parameters by the
         order that is left, which no captured step does.
         """
-        for group in self._groups:
+        for group in self.groups:
             if not group.is_sharded:
                 group.reshard()
             group.comm_ctx.post_forward_order.clear()
@@ -54,13 +58,13 @@ class Sharding:
 
     def unsharded_parameters(self) -> Iterator[Tensor]:
         """Parameters in which gradients are accumulated, after first steps. They may be freed."""
-        for group in self._groups:
+        for group in self.groups:
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
                     yield parameter._unsharded_param
 
     def mismatch(self) -> Mismatch | None:
-        if not self._groups or self._settings() == self._before:
+        if self._settings() == self._before:
             return None
         message = (
             "settings of fully_shard (set_requires_gradient_sync and its kin, prefetching) are not "
@@ -73,7 +77,7 @@ class Sharding:
         for state in self._states:
             for name in ("_states_to_forward_prefetch", "_states_to_backward_prefetch"):
                 found.append(list(map(id, getattr(state, name, ()))))
-        for group in self._groups:
+        for group in self.groups:
             found.append([getattr(group, name, None) for name in _OF_GROUPS])
             found.append(any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params))
         return found

@@ -34,7 +34,6 @@ from moe_graphs.engine.tensors import (
     static_copy,
     tensor_leaves,
 )
-from moe_graphs.engine.tracing import mismatch_of_memory
 from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import StaticGradients, gradients_of, keep_apart
 from moe_graphs.engine.whole_step.optimizers import FirstStepState, StepHooks
@@ -251,7 +250,7 @@ class RecordedStep:
         modified: the same, with running statistics, whose version eager does not count, either.
         context, grad_enabled: the state of torch that it was captured under.
         entry: the state of FP8 that it finds.
-        sharding: the settings of FSDP2.
+        sharding: the settings of FSDP2, if it shards the model.
         hooks: hooks of the step; known from the end of the capture on.
         audit: what audits of the step compare with, or None.
     """
@@ -270,14 +269,15 @@ class RecordedStep:
     written: list[Tensor]
     modified: list[Tensor]
     entry: fp8.Entry | None
-    sharding: Sharding
+    sharding: Sharding | None
     hooks: StepHooks | None = None
     audit: CallAudit | None = None
 
     def mismatches(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Iterator[Mismatch]:
         """The reasons why this call cannot be replayed. Does not wait for the device."""
         self.first_step_state.put_in()
-        self.sharding.reshard()
+        if self.sharding is not None:
+            self.sharding.reshard()
         if torch.is_grad_enabled() != self.grad_enabled:
             message = "grad mode is not that of the capture: keep no_grad and its kin in the step"
             yield Mismatch("grad_mode", message)
@@ -292,17 +292,16 @@ class RecordedStep:
 
     def mismatch_of_memory(self, leaves: Sequence[Any]) -> Mismatch | None:
         """The mismatch of a batch whose memory or objects others know, too."""
-        specs = self.batch.signature.leaves
-        if len(leaves) != len(specs):
+        signature = self.batch.signature
+        if len(leaves) != len(signature.leaves):
             return None
-        names, asked_for = [spec.name for spec in specs], self.guards.asked_for
-        return mismatch_of_memory(names, leaves, self.modified, asked_for)
+        return signature.mismatch_of_memory(leaves, self.modified, self.guards.asked_for)
 
     @functools.cached_property
     def _checks(self) -> list[Callable[[], Mismatch | None]]:
+        objects = (self.sharding, self.guards, self.hooks, self.gradients)
         checks = [self.context.mismatch, self._mismatch_in_fp8]
-        checks += [self.sharding.mismatch, self.guards.mismatch]
-        return checks + [each.mismatch for each in (self.hooks, self.gradients) if each is not None]
+        return checks + [each.mismatch for each in objects if each is not None]
 
     def _mismatch_in_fp8(self) -> Mismatch | None:
         if (None if fp8.is_absent() else fp8.Entry.of_now()) == self.entry:
