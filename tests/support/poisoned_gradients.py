@@ -9,7 +9,8 @@ import torch
 
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.partial import replay
-from moe_graphs.engine.partial.slots import CallSite, Slot
+from moe_graphs.engine.partial.recording import CallSite
+from moe_graphs.engine.partial.slots import Slot
 
 _NEVER_IN_PLACE = {
     "not_observed", "split", "several_slots", "several_shapes", "grad_never_none", "used_twice",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
+from moe_graphs.engine.partial.recording import CallSite, PendingBackward
+from moe_graphs.engine.partial.slots import Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import leaves_of_outputs

@@ -31,7 +31,9 @@ from moe_graphs.engine.autograd import keeps_graph
 from moe_graphs.engine.partial.capture import CapturedForward, Recorder
 from moe_graphs.engine.partial.recording import (
     BackwardRun,
+    CallSite,
     OpenCall,
+    PendingBackward,
     Recomputed,
     ReplayConditions,
     Saved,
@@ -40,7 +42,7 @@ from moe_graphs.engine.partial.recording import (
 )
 from moe_graphs.engine.partial.replay import refuse_transforms
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
-from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
+from moe_graphs.engine.partial.slots import Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.partial.verify import compute_anew
 from moe_graphs.engine.snapshot import Snapshot

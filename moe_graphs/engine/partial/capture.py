@@ -33,7 +33,9 @@ from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.recording import (
     BackwardRun,
+    CallSite,
     OpenCall,
+    PendingBackward,
     Recomputed,
     RecordedBackward,
     RecordedForward,
@@ -41,7 +43,7 @@ from moe_graphs.engine.partial.recording import (
     Saved,
 )
 from moe_graphs.engine.partial.scope import Exit
-from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
+from moe_graphs.engine.partial.slots import Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward, check_capturable
 from moe_graphs.engine.partial.verify import Expected, SideEffects, Verification, recompute
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot

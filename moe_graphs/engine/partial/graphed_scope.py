@@ -22,10 +22,10 @@ from moe_graphs.engine.partial.audited_call import AuditedCall, is_due
 from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import MemoryPlan
+from moe_graphs.engine.partial.recording import CallSite
 from moe_graphs.engine.partial.replay import DelayedWeights, replay
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
-from moe_graphs.engine.partial.shapes import Chunk
-from moe_graphs.engine.partial.slots import CallSite, Slot
+from moe_graphs.engine.partial.slots import Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occupancy_of

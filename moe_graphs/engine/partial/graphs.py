@@ -46,10 +46,10 @@ from moe_graphs.engine.partial.plan import (
     memory_plan,
     plan,
 )
+from moe_graphs.engine.partial.recording import PlannedCall
 from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import find_scopes, recomputed_among
-from moe_graphs.engine.partial.shapes import Chunk
-from moe_graphs.engine.partial.slots import BackwardPool, PlannedCall, Slot
+from moe_graphs.engine.partial.slots import BackwardPool, Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report

@@ -1,31 +1,39 @@
-"""One call of a scope as graphs: what its forward and its backward read and write.
+"""One call of a scope as graphs: what was recorded, and what its replays change.
 
-These values do not change after the capture. A call site of a slot has the values that change with
-every replay (``slots.py``).
+The recordings of forward and backward say what these read and write, and do not change after the
+capture. A ``CallSite`` has the recordings of one call at its place in a slot, and the values that
+change with every replay. A ``PendingBackward`` is one replayed forward until its backward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from moe_graphs.engine.audit import NEVER, CallAudit
 from moe_graphs.engine.autograd import LeafUses, SplitBackward
 from moe_graphs.engine.backends.backend import Backend, Graph
-from moe_graphs.engine.buffer_lease import BufferLease
+from moe_graphs.engine.buffer_lease import BufferLease, Leases
 from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
+from moe_graphs.engine.partial.trials import Tried
+from moe_graphs.engine.ranks import ALONE, Ranks
+from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
+from moe_graphs.engine.report import FallbackWarning
 from moe_graphs.engine.snapshot import ParameterAliases
 from moe_graphs.engine.tensors import (
     Mismatch,
@@ -33,14 +41,17 @@ from moe_graphs.engine.tensors import (
     Signature,
     address,
     as_leaf,
+    copy_to,
     unflattening,
     unwrap,
 )
+from moe_graphs.engine.verify import Difference, same_bits, warn
 from moe_graphs.errors import GraphError
 
 Layouts = tuple[tuple[int, ...] | None, ...]
 versions_of = attrgetter("_version")
 _LARGE = 1 << 22  # elements
+_SEVERAL_SHAPES = "several_shapes"  # the reason why gradients are copied
 
 
 @dataclass(frozen=True)
@@ -252,12 +263,6 @@ class RecordedBackward:
         used = [layout is not None for layout in layouts]
         same = used == [layout is not None for layout in self.layouts]
         return "other_layout" if same else "other_outputs"
-
-
-def has_tensors_inside(value: Any) -> bool:
-    """Whether an object that is no pytree holds tensors, which would be lost on the way."""
-    held = getattr(value, "__dict__", {}).values() if not isinstance(value, nn.Module) else ()
-    return any(isinstance(each, Tensor) for each in held)
 
 
 def layouts_of(incoming: Sequence[Tensor | None]) -> Layouts:
@@ -488,3 +493,346 @@ class BackwardRun:
             gradients = self._split.parameter_gradients()
         spread = uses.spread([*[None] * len(self._open.inputs), *gradients], addends)
         return [spread[use] for use in self.second_uses]
+
+
+# ---- a call at its place in a slot: what was recorded there, and what its replays change
+
+
+@dataclass
+class PlannedCall:
+    """Facts about a call that hold for all slots of one shape.
+
+    Attributes:
+        signature: of the inputs; until the first call of another shape, that of the first shape.
+        is_signed: whether the call has had its first call, if it is of another shape.
+        tried: the findings of its trial run, until everything is captured.
+        is_observed: whether warm-up steps have shown who uses its weights and their gradients.
+        ranks: the ranks that it communicates with; they capture and compare it together.
+        copied_outputs: outputs that are handed out as copies, because somebody keeps views of them
+            beyond the next replay.
+        refused: why the call is not replayed, or not any more.
+        not_reproducible: whether eager runs differ from one another in their last bits.
+        backward_runs_once: whether one backward uses up the autograd graph of its forward.
+        eager_backwards: reason -> number of replayed forwards whose backward ran eagerly.
+        copies_gradients: why no weight gradient may become ``.grad`` as it is; None if they may.
+        fallbacks: warns of eager backwards; all calls of the graphs share it.
+        eager_bytes: memory that an eager forward and backward take at most, as measured.
+        use_reentrant: if it keeps its inputs only, how torch's checkpoint runs it eagerly.
+        recomputed_bytes: saved tensors that each of its backwards computes anew, as measured.
+    """
+
+    scope: Scope
+    signature: Signature
+    tried: Tried | None = None
+    is_observed: bool = False
+    ranks: Ranks = ALONE
+    copied_outputs: set[int] = field(default_factory=set)
+    refused: Mismatch | None = None
+    not_reproducible: bool = False
+    backward_runs_once: bool = False
+    eager_backwards: Counter[str] = field(default_factory=Counter)
+    copies_gradients: str | None = "not_observed"
+    fallbacks: FallbackWarning = field(default_factory=FallbackWarning)
+    eager_bytes: int = 0
+    use_reentrant: bool | None = None
+    recomputed_bytes: int = 0
+    is_signed: bool = True
+
+    def of_another_shape(self) -> PlannedCall:
+        """Returns the same call for another shape of microbatches, which has not come yet.
+
+        Its weight gradients are copies: memory for them in place would grow with each shape.
+        """
+        return replace(
+            self,
+            is_signed=False,
+            copied_outputs=set(),
+            eager_backwards=Counter(),
+            copies_gradients=_SEVERAL_SHAPES,
+        )
+
+    @property
+    def is_of_later_shape(self) -> bool:
+        """Whether graphs of other shapes were captured in its memory pool before."""
+        return self.copies_gradients == _SEVERAL_SHAPES
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it keeps its inputs only, and its backward runs its forward again."""
+        return self.use_reentrant is not None
+
+    def ran_backward_eagerly(self, reason: str) -> None:
+        """Counts a backward of a replayed forward that no graph served."""
+        self.eager_backwards[reason] += 1
+        self.fallbacks.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
+
+    def differs(self, difference: Difference) -> Mismatch:
+        """Turns replays of the call off, because they do not compute what eager computes."""
+        message = f"its replay differs from eager: {difference}"
+        self.refused = refused = Mismatch("differs_from_eager", message)
+        warn(f"scope {self.scope.name!r} stays eager: {message}")
+        return refused
+
+
+class CallSite:
+    """A call at its place in the order of a slot, with what was recorded there.
+
+    Attributes:
+        has_forward: whether its forward is recorded.
+        forward: the recording of its forward; only call sites with ``has_forward`` have it.
+        backward: the recording that computes all gradients or, if the backward is split, those of
+            the inputs; then ``weights`` computes the others.
+        first: the recording of the backward for the first microbatch of a step, if gradients are
+            accumulated. Its gradients stay where they are, as ``.grad``.
+        open: autograd's graph of the forward, until everything is recorded.
+        run: the latest backward of ``open``.
+        verified_layouts: further layouts of incoming gradients for which a replay was compared with
+            eager.
+        leases: one for each storage that its outputs lie on, if they are not copied.
+        out: the leases among them whose outputs were handed out.
+        audit: what its audits compare with, or None.
+        audit_due: the count of replays at which an audit may be due.
+    """
+
+    forward: RecordedForward
+
+    def __init__(self, planned: PlannedCall, position: int) -> None:
+        self.planned, self.position, self.name = planned, position, planned.scope.name
+        self.clear()
+
+    def clear(self) -> None:
+        self.has_forward = False
+        self.__dict__.pop("forward", None)
+        self.backward: RecordedBackward | None = None
+        self.first: RecordedBackward | None = None
+        self.weights: RecordedBackward | None = None
+        self.backward_position = -1
+        self.verified_layouts: set[Layouts] = set()
+        self.open: OpenCall | None = None
+        self.run: BackwardRun | None = None
+        self.sources: dict[int, tuple[CallSite, int]] = {}
+        self.leases: list[BufferLease] = []
+        self.out = Leases()
+        self.replayed = self.audited = 0
+        self.audit: CallAudit | None = None
+        self.audit_due = NEVER
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether everything that its replays need is recorded."""
+        if not self.has_forward or not any(self.forward.differentiable):
+            return self.has_forward
+        has_weights = self.weights is not None or not self.forward.is_split
+        return self.backward is not None and has_weights
+
+    def unused_inputs(self) -> list[str]:
+        """The names of inputs that require a gradient and get none."""
+        if self.backward is None:
+            return []
+        forward = self.forward
+        got = {
+            forward.listed[use]
+            for use, gradient in zip(self.backward.uses, self.backward.gradients, strict=True)
+            if gradient is not None and isinstance(forward.listed[use], int)
+        }
+        return [
+            forward.signature.leaves[i].name
+            for i in forward.loaded
+            if forward.inputs[i].requires_grad and i not in got
+        ]
+
+    def gradient_leases(self) -> list[BufferLease]:
+        """The leases of the weights' gradients."""
+        recorded = (self.first or self.backward, self.weights)
+        return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
+
+    def graphs(self) -> list[Graph]:
+        recorded: list[RecordedForward | RecordedBackward | None]
+        recorded = [self.forward] if self.has_forward else []
+        recorded += [self.backward, self.first, self.weights]
+        return [each.graph for each in recorded if each is not None and each.graph is not None]
+
+    def opened(
+        self,
+        forward: RecordedForward,
+        open: OpenCall,
+        sources: dict[int, tuple[CallSite, int]],
+        owned: set[int],
+    ) -> None:
+        """Notes the recording of its forward.
+
+        Args:
+            sources: per input that reads an output of another call site in place: that call site
+                and the number of the output.
+            owned: addresses of the model's own memory. An output that lies there is not leased.
+        """
+        self.forward, self.has_forward = forward, True
+        self.open, self.sources = open, sources
+        on_storage: dict[int, list[int]] = {}
+        for index, output in enumerate(forward.outputs):
+            storage = output.untyped_storage()
+            if output.dim() > 0 and storage.data_ptr() not in owned:
+                on_storage.setdefault(storage._cdata, []).append(index)
+        self.leases = [
+            BufferLease(forward.outputs[numbers[0]], outputs=numbers)
+            for numbers in on_storage.values()
+        ]
+        # On a GPU the lease of an output that no backward saves did not see its holder. Outputs of
+        # a later shape lie where graphs of earlier shapes work.
+        if self.planned.recomputes or self.planned.is_of_later_shape:
+            self.planned.copied_outputs.update(range(len(forward.outputs)))
+
+    def is_in_place(self, index: int, leaf: Tensor) -> bool:
+        """Whether static memory has the values of an input already."""
+        if leaf.data_ptr() == self.forward.inputs[index].data_ptr():
+            return True
+        if index not in self.sources:
+            return False
+        source, output = self.sources[index]  # the output may have been handed out as a copy
+        return source.handed_as(leaf) == output and leaf._version == 0
+
+    def needs_output(self, source: CallSite, output: int) -> bool:
+        """Whether the backward may read the memory of an output of a call site.
+
+        It may if this is that call site, or if the memory is one of its static inputs.
+        """
+        memory = source.forward.outputs[output].untyped_storage()._cdata
+        inputs = (at.forward.outputs[number].untyped_storage()
+                  for at, number in self.sources.values())  # fmt: skip
+        return self is source or any(each._cdata == memory for each in inputs)
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copies the inputs into place, except those that are already there."""
+        for index, target in self.forward.loads:
+            if not self.is_in_place(index, leaves[index]):
+                copy_to(target, leaves[index])
+
+    def hand_out(self) -> list[Tensor]:
+        """The outputs of this replay, as new tensor objects."""
+        copied, handed = self.planned.copied_outputs, []
+        for index, output in enumerate(self.forward.outputs):
+            is_copied = index in copied or not output.dim()
+            handed.append(output.clone() if is_copied else output.detach())
+        return handed
+
+    def note_handed(self, outputs: Sequence[Tensor]) -> None:
+        """Leases the outputs: the tensors as they come out of autograd."""
+        for lease in self.leases:
+            lease.note_handed(map(outputs.__getitem__, lease.outputs))
+        self.out.add(self.leases)
+
+    def handed_as(self, leaf: Any) -> int | None:
+        """The number of the output of the last replay that ``leaf`` is, or None.
+
+        Only the very object that was handed out counts, and only until its memory was reclaimed.
+        """
+        numbers = (lease.output_of(leaf) for lease in self.leases)
+        return next((number for number in numbers if number is not None), None)
+
+    def reclaim(self) -> bool:
+        """Reclaims the outputs before they are overwritten. False if somebody holds a view of one.
+
+        Who holds a view once will do it again (a pipeline that waits late for a send), so from then
+        on the output is handed out as a copy.
+        """
+        if self.out.reclaim():
+            return True
+        self.planned.copied_outputs.update(*(lease.outputs for lease in self.out))
+        return False
+
+    def release(self) -> None:
+        for graph in self.graphs():
+            graph.release()
+        self.clear()
+
+
+class PendingBackward:
+    """One replayed forward until its backward. It lives as long as the autograd graph needs it.
+
+    Attributes:
+        is_done: whether its backward, or the part for the inputs, has run.
+        cancelled: whether its backward will never run.
+        weights: "with_backward" if one graph computes all gradients. Otherwise the graph of the
+            weight gradients is still to be replayed ("pending") or was replayed ("done").
+        random: positions of the random number generators before the forward, if it draws.
+        weight_gradients: weight gradients that were computed together with those of the inputs.
+        is_first_in_fp8: whether it contains the first module under Transformer Engine's autocast.
+        versions: versions, after the replay, of the tensors that the backward needs.
+    """
+
+    is_first_in_fp8 = False
+
+    def __init__(self, site: CallSite, leaves: Sequence[Any], random: Any) -> None:
+        self.site = site
+        self.is_done = self.cancelled = False
+        self.weights = "pending" if site.forward.is_split else "with_backward"
+        self.random = random
+        self.weight_gradients: dict[int, Tensor | None] | None = None
+        self._gradients: list[weakref.ref[Tensor] | None] = []
+        self._inputs: list[tuple[weakref.ref[Tensor], int]] = []
+        for index in site.forward.saved_inputs:
+            self._inputs.append((weakref.ref(leaves[index]), leaves[index]._version))
+        self.versions: list[int] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_done and self.weights != "pending"
+
+    def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        if self.weights == "pending":
+            self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
+
+    def check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Checks that the weights' part gets the very gradients that the first part was given."""
+        if self.weights == "pending":
+            known = [None if ref is None else ref() for ref in self._gradients]
+            if any(a is not b for a, b in zip(known, gradients, strict=True)):
+                raise GraphError(
+                    f"scope {self.site.name!r}: the gradients of its weights are asked for with "
+                    f"other output gradients than those of its inputs were: a graph's saved "
+                    f"tensors serve one backward"
+                )
+
+    def written_unseen(self) -> list[tuple[int, Tensor]]:
+        """Numbers and tensors of inputs that were written since the forward without a new version.
+
+        ``.data`` and numpy write so. The values are read, so this waits for the device.
+        """
+        forward, found = self.site.forward, []
+        own = set(forward.loaded) - forward.linked
+        for number, (ref, version) in zip(forward.saved_inputs, self._inputs, strict=True):
+            leaf, static = ref(), forward.inputs[number]
+            if leaf is None or leaf._version != version or number not in own:
+                continue
+            is_in_place = unwrap(leaf).data_ptr() == unwrap(static).data_ptr()
+            if not is_in_place and not same_bits(leaf, static):
+                found.append((number, leaf))
+        return found
+
+    def mismatch_of_written(self, number: int) -> Mismatch:
+        """The reason why a scope whose input was written unseen is not replayed."""
+        name = self.site.planned.signature.leaves[number].name
+        remedy = EAGER_CALLS["input_written"].remedy
+        message = (
+            f"input {name!r} was written between forward and backward without a new version "
+            f"(.data), and a graph reads a copy from before: {remedy}"
+        )
+        return Mismatch("input_written", message)
+
+    def check_unmodified(self) -> None:
+        """Checks, as eager does, that no tensor that the backward needs was modified in place."""
+        forward = self.site.forward
+        what, now = None, list(map(versions_of, forward.saved))
+        if now != self.versions:
+            outputs = len(forward.saved_outputs)
+            what = "a parameter or buffer"
+            if now[:outputs] != self.versions[:outputs]:
+                what = "an output"
+        for ref, version in self._inputs if what is None else ():
+            if (tensor := ref()) is not None and tensor._version != version:
+                what = "an input"
+        if what is not None:
+            raise GraphError(
+                f"scope {self.site.name!r}: {what} was modified in place before the backward that "
+                f"needs it: clone it before modifying it"
+            )

@@ -16,8 +16,14 @@ from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import accumulates, has_hooks, is_wanted
 from moe_graphs.engine.buffer_lease import BufferLease
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.recording import RecordedBackward, layouts_of, versions_of
-from moe_graphs.engine.partial.slots import CallSite, PendingBackward, Slot
+from moe_graphs.engine.partial.recording import (
+    CallSite,
+    PendingBackward,
+    RecordedBackward,
+    layouts_of,
+    versions_of,
+)
+from moe_graphs.engine.partial.slots import Slot
 from moe_graphs.engine.partial.verify import recompute
 from moe_graphs.engine.tensors import copy_to, leaves_of_outputs, unwrap
 from moe_graphs.errors import GraphError

@@ -1,4 +1,4 @@
-"""Slots: which recording a call replays and whether it may, for microbatches in flight.
+"""Slots: which recording a call replays and whether it may, for microbatches in flight and shapes.
 
 A microbatch takes a ``Slot`` with its first forward and gives it back with its last backward. The
 recordings of a slot share a memory pool. So they may be replayed only in the order of their
@@ -8,6 +8,14 @@ different slots may be interleaved in any way. The backwards of several slots sh
 and run one at a time. What one backward leaves there is taken before the next one begins.
 
 The first microbatch that takes a slot captures it.
+
+A microbatch takes a free **lane** of its part of the model (``Chunk``). A lane has one slot for
+each shape of microbatches. The slots of a lane share its memory pool, since one microbatch at a
+time is in it: what the graphs of one shape work in, the graphs of another shape may overwrite.
+Outputs and gradients that outlive a replay have memory of their own. The observed steps give the
+first shape. A microbatch whose inputs differ from it in shapes and strides alone brings another
+shape, and captures it at once, up to ``most`` shapes. Then a new shape takes the place of the
+rarest one, if it came more often among the last microbatches.
 
 May this call be replayed, and where does it write? ``GraphedScope`` asks ``Chunk.next_site`` for
 the call site, and then ``Slot.mismatch``, in the order of this table. The first "no" is the reason
@@ -49,380 +57,30 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.audit import NEVER, CallAudit
 from moe_graphs.engine.autograd import keeps_graph
-from moe_graphs.engine.backends.backend import Backend, Graph
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.buffer_lease import BufferLease, Leases, references_of_the_engine
 from moe_graphs.engine.partial.recording import (
-    BackwardRun,
+    CallSite,
     Layouts,
-    OpenCall,
+    PendingBackward,
+    PlannedCall,
     RecordedBackward,
-    RecordedForward,
-    versions_of,
 )
-from moe_graphs.engine.partial.scope import Scope
-from moe_graphs.engine.partial.trials import Tried
-from moe_graphs.engine.ranks import ALONE, Ranks
-from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
-from moe_graphs.engine.report import FallbackWarning
-from moe_graphs.engine.tensors import Mismatch, Signature, copy_to, results_of, unwrap
-from moe_graphs.engine.verify import Difference, same_bits, warn
+from moe_graphs.engine.reasons import EAGER_CALLS
+from moe_graphs.engine.tensors import Mismatch, Signature, TensorSpec, results_of
 from moe_graphs.errors import CaptureError, GraphError
 
-_SEVERAL_SHAPES = "several_shapes"  # the reason why gradients are copied
-
-# ---- one call site of a slot: what was recorded there, and what its replays change
-
-
-@dataclass
-class PlannedCall:
-    """Facts about a call that hold for all slots of one shape.
-
-    Attributes:
-        signature: of the inputs; until the first call of another shape, that of the first shape.
-        is_signed: whether the call has had its first call, if it is of another shape.
-        tried: the findings of its trial run, until everything is captured.
-        is_observed: whether warm-up steps have shown who uses its weights and their gradients.
-        ranks: the ranks that it communicates with; they capture and compare it together.
-        copied_outputs: outputs that are handed out as copies, because somebody keeps views of them
-            beyond the next replay.
-        refused: why the call is not replayed, or not any more.
-        not_reproducible: whether eager runs differ from one another in their last bits.
-        backward_runs_once: whether one backward uses up the autograd graph of its forward.
-        eager_backwards: reason -> number of replayed forwards whose backward ran eagerly.
-        copies_gradients: why no weight gradient may become ``.grad`` as it is; None if they may.
-        fallbacks: warns of eager backwards; all calls of the graphs share it.
-        eager_bytes: memory that an eager forward and backward take at most, as measured.
-        use_reentrant: if it keeps its inputs only, how torch's checkpoint runs it eagerly.
-        recomputed_bytes: saved tensors that each of its backwards computes anew, as measured.
-    """
-
-    scope: Scope
-    signature: Signature
-    tried: Tried | None = None
-    is_observed: bool = False
-    ranks: Ranks = ALONE
-    copied_outputs: set[int] = field(default_factory=set)
-    refused: Mismatch | None = None
-    not_reproducible: bool = False
-    backward_runs_once: bool = False
-    eager_backwards: Counter[str] = field(default_factory=Counter)
-    copies_gradients: str | None = "not_observed"
-    fallbacks: FallbackWarning = field(default_factory=FallbackWarning)
-    eager_bytes: int = 0
-    use_reentrant: bool | None = None
-    recomputed_bytes: int = 0
-    is_signed: bool = True
-
-    def of_another_shape(self) -> PlannedCall:
-        """Returns the same call for another shape of microbatches, which has not come yet.
-
-        Its weight gradients are copies: memory for them in place would grow with each shape.
-        """
-        return replace(
-            self,
-            is_signed=False,
-            copied_outputs=set(),
-            eager_backwards=Counter(),
-            copies_gradients=_SEVERAL_SHAPES,
-        )
-
-    @property
-    def is_of_later_shape(self) -> bool:
-        """Whether graphs of other shapes were captured in its memory pool before."""
-        return self.copies_gradients == _SEVERAL_SHAPES
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether it keeps its inputs only, and its backward runs its forward again."""
-        return self.use_reentrant is not None
-
-    def ran_backward_eagerly(self, reason: str) -> None:
-        """Counts a backward of a replayed forward that no graph served."""
-        self.eager_backwards[reason] += 1
-        self.fallbacks.ran_eagerly(f"scope {self.scope.name!r}", f"{BACKWARD}{reason}")
-
-    def differs(self, difference: Difference) -> Mismatch:
-        """Turns replays of the call off, because they do not compute what eager computes."""
-        message = f"its replay differs from eager: {difference}"
-        self.refused = refused = Mismatch("differs_from_eager", message)
-        warn(f"scope {self.scope.name!r} stays eager: {message}")
-        return refused
-
-
-class CallSite:
-    """A call at its place in the order of a slot, with what was recorded there.
-
-    Attributes:
-        has_forward: whether its forward is recorded.
-        forward: the recording of its forward; only call sites with ``has_forward`` have it.
-        backward: the recording that computes all gradients or, if the backward is split, those of
-            the inputs; then ``weights`` computes the others.
-        first: the recording of the backward for the first microbatch of a step, if gradients are
-            accumulated. Its gradients stay where they are, as ``.grad``.
-        open: autograd's graph of the forward, until everything is recorded.
-        run: the latest backward of ``open``.
-        verified_layouts: further layouts of incoming gradients for which a replay was compared with
-            eager.
-        leases: one for each storage that its outputs lie on, if they are not copied.
-        out: the leases among them whose outputs were handed out.
-        audit: what its audits compare with, or None.
-        audit_due: the count of replays at which an audit may be due.
-    """
-
-    forward: RecordedForward
-
-    def __init__(self, planned: PlannedCall, position: int) -> None:
-        self.planned, self.position, self.name = planned, position, planned.scope.name
-        self.clear()
-
-    def clear(self) -> None:
-        self.has_forward = False
-        self.__dict__.pop("forward", None)
-        self.backward: RecordedBackward | None = None
-        self.first: RecordedBackward | None = None
-        self.weights: RecordedBackward | None = None
-        self.backward_position = -1
-        self.verified_layouts: set[Layouts] = set()
-        self.open: OpenCall | None = None
-        self.run: BackwardRun | None = None
-        self.sources: dict[int, tuple[CallSite, int]] = {}
-        self.leases: list[BufferLease] = []
-        self.out = Leases()
-        self.replayed = self.audited = 0
-        self.audit: CallAudit | None = None
-        self.audit_due = NEVER
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether everything that its replays need is recorded."""
-        if not self.has_forward or not any(self.forward.differentiable):
-            return self.has_forward
-        has_weights = self.weights is not None or not self.forward.is_split
-        return self.backward is not None and has_weights
-
-    def unused_inputs(self) -> list[str]:
-        """The names of inputs that require a gradient and get none."""
-        if self.backward is None:
-            return []
-        forward = self.forward
-        got = {
-            forward.listed[use]
-            for use, gradient in zip(self.backward.uses, self.backward.gradients, strict=True)
-            if gradient is not None and isinstance(forward.listed[use], int)
-        }
-        return [
-            forward.signature.leaves[i].name
-            for i in forward.loaded
-            if forward.inputs[i].requires_grad and i not in got
-        ]
-
-    def gradient_leases(self) -> list[BufferLease]:
-        """The leases of the weights' gradients."""
-        recorded = (self.first or self.backward, self.weights)
-        return [row[-1] for each in recorded if each is not None for row in each.of_parameters]
-
-    def graphs(self) -> list[Graph]:
-        recorded: list[RecordedForward | RecordedBackward | None]
-        recorded = [self.forward] if self.has_forward else []
-        recorded += [self.backward, self.first, self.weights]
-        return [each.graph for each in recorded if each is not None and each.graph is not None]
-
-    def opened(
-        self,
-        forward: RecordedForward,
-        open: OpenCall,
-        sources: dict[int, tuple[CallSite, int]],
-        owned: set[int],
-    ) -> None:
-        """Notes the recording of its forward.
-
-        Args:
-            sources: per input that reads an output of another call site in place: that call site
-                and the number of the output.
-            owned: addresses of the model's own memory. An output that lies there is not leased.
-        """
-        self.forward, self.has_forward = forward, True
-        self.open, self.sources = open, sources
-        on_storage: dict[int, list[int]] = {}
-        for index, output in enumerate(forward.outputs):
-            storage = output.untyped_storage()
-            if output.dim() > 0 and storage.data_ptr() not in owned:
-                on_storage.setdefault(storage._cdata, []).append(index)
-        self.leases = [
-            BufferLease(forward.outputs[numbers[0]], outputs=numbers)
-            for numbers in on_storage.values()
-        ]
-        # On a GPU the lease of an output that no backward saves did not see its holder. Outputs of
-        # a later shape lie where graphs of earlier shapes work.
-        if self.planned.recomputes or self.planned.is_of_later_shape:
-            self.planned.copied_outputs.update(range(len(forward.outputs)))
-
-    def is_in_place(self, index: int, leaf: Tensor) -> bool:
-        """Whether static memory has the values of an input already."""
-        if leaf.data_ptr() == self.forward.inputs[index].data_ptr():
-            return True
-        if index not in self.sources:
-            return False
-        source, output = self.sources[index]  # the output may have been handed out as a copy
-        return source.handed_as(leaf) == output and leaf._version == 0
-
-    def needs_output(self, source: CallSite, output: int) -> bool:
-        """Whether the backward may read the memory of an output of a call site.
-
-        It may if this is that call site, or if the memory is one of its static inputs.
-        """
-        memory = source.forward.outputs[output].untyped_storage()._cdata
-        inputs = (at.forward.outputs[number].untyped_storage()
-                  for at, number in self.sources.values())  # fmt: skip
-        return self is source or any(each._cdata == memory for each in inputs)
-
-    def load(self, leaves: Sequence[Any]) -> None:
-        """Copies the inputs into place, except those that are already there."""
-        for index, target in self.forward.loads:
-            if not self.is_in_place(index, leaves[index]):
-                copy_to(target, leaves[index])
-
-    def hand_out(self) -> list[Tensor]:
-        """The outputs of this replay, as new tensor objects."""
-        copied, handed = self.planned.copied_outputs, []
-        for index, output in enumerate(self.forward.outputs):
-            is_copied = index in copied or not output.dim()
-            handed.append(output.clone() if is_copied else output.detach())
-        return handed
-
-    def note_handed(self, outputs: Sequence[Tensor]) -> None:
-        """Leases the outputs: the tensors as they come out of autograd."""
-        for lease in self.leases:
-            lease.note_handed(map(outputs.__getitem__, lease.outputs))
-        self.out.add(self.leases)
-
-    def handed_as(self, leaf: Any) -> int | None:
-        """The number of the output of the last replay that ``leaf`` is, or None.
-
-        Only the very object that was handed out counts, and only until its memory was reclaimed.
-        """
-        numbers = (lease.output_of(leaf) for lease in self.leases)
-        return next((number for number in numbers if number is not None), None)
-
-    def reclaim(self) -> bool:
-        """Reclaims the outputs before they are overwritten. False if somebody holds a view of one.
-
-        Who holds a view once will do it again (a pipeline that waits late for a send), so from then
-        on the output is handed out as a copy.
-        """
-        if self.out.reclaim():
-            return True
-        self.planned.copied_outputs.update(*(lease.outputs for lease in self.out))
-        return False
-
-    def release(self) -> None:
-        for graph in self.graphs():
-            graph.release()
-        self.clear()
-
-
-class PendingBackward:
-    """One replayed forward until its backward. It lives as long as the autograd graph needs it.
-
-    Attributes:
-        is_done: whether its backward, or the part for the inputs, has run.
-        cancelled: whether its backward will never run.
-        weights: "with_backward" if one graph computes all gradients. Otherwise the graph of the
-            weight gradients is still to be replayed ("pending") or was replayed ("done").
-        random: positions of the random number generators before the forward, if it draws.
-        weight_gradients: weight gradients that were computed together with those of the inputs.
-        is_first_in_fp8: whether it contains the first module under Transformer Engine's autocast.
-        versions: versions, after the replay, of the tensors that the backward needs.
-    """
-
-    is_first_in_fp8 = False
-
-    def __init__(self, site: CallSite, leaves: Sequence[Any], random: Any) -> None:
-        self.site = site
-        self.is_done = self.cancelled = False
-        self.weights = "pending" if site.forward.is_split else "with_backward"
-        self.random = random
-        self.weight_gradients: dict[int, Tensor | None] | None = None
-        self._gradients: list[weakref.ref[Tensor] | None] = []
-        self._inputs: list[tuple[weakref.ref[Tensor], int]] = []
-        for index in site.forward.saved_inputs:
-            self._inputs.append((weakref.ref(leaves[index]), leaves[index]._version))
-        self.versions: list[int] = []
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_done and self.weights != "pending"
-
-    def note_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        if self.weights == "pending":
-            self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
-
-    def check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Checks that the weights' part gets the very gradients that the first part was given."""
-        if self.weights == "pending":
-            known = [None if ref is None else ref() for ref in self._gradients]
-            if any(a is not b for a, b in zip(known, gradients, strict=True)):
-                raise GraphError(
-                    f"scope {self.site.name!r}: the gradients of its weights are asked for with "
-                    f"other output gradients than those of its inputs were: a graph's saved "
-                    f"tensors serve one backward"
-                )
-
-    def written_unseen(self) -> list[tuple[int, Tensor]]:
-        """Numbers and tensors of inputs that were written since the forward without a new version.
-
-        ``.data`` and numpy write so. The values are read, so this waits for the device.
-        """
-        forward, found = self.site.forward, []
-        own = set(forward.loaded) - forward.linked
-        for number, (ref, version) in zip(forward.saved_inputs, self._inputs, strict=True):
-            leaf, static = ref(), forward.inputs[number]
-            if leaf is None or leaf._version != version or number not in own:
-                continue
-            is_in_place = unwrap(leaf).data_ptr() == unwrap(static).data_ptr()
-            if not is_in_place and not same_bits(leaf, static):
-                found.append((number, leaf))
-        return found
-
-    def mismatch_of_written(self, number: int) -> Mismatch:
-        """The reason why a scope whose input was written unseen is not replayed."""
-        name = self.site.planned.signature.leaves[number].name
-        remedy = EAGER_CALLS["input_written"].remedy
-        message = (
-            f"input {name!r} was written between forward and backward without a new version "
-            f"(.data), and a graph reads a copy from before: {remedy}"
-        )
-        return Mismatch("input_written", message)
-
-    def check_unmodified(self) -> None:
-        """Checks, as eager does, that no tensor that the backward needs was modified in place."""
-        forward = self.site.forward
-        what, now = None, list(map(versions_of, forward.saved))
-        if now != self.versions:
-            outputs = len(forward.saved_outputs)
-            what = "a parameter or buffer"
-            if now[:outputs] != self.versions[:outputs]:
-                what = "an output"
-        for ref, version in self._inputs if what is None else ():
-            if (tensor := ref()) is not None and tensor._version != version:
-                what = "an input"
-        if what is not None:
-            raise GraphError(
-                f"scope {self.site.name!r}: {what} was modified in place before the backward that "
-                f"needs it: clone it before modifying it"
-            )
-
-
-# ---- slots
+# ---- the slot of a microbatch in flight
 
 _ATTEMPTS = 3  # number of attempts to capture a slot; a microbatch may leave scopes out
 _NOT_CAPTURED = Mismatch(
@@ -813,3 +471,229 @@ class Slot:
             self._pending.pop(pending.site.position, None)
             if keeps_graph():
                 self._retained.add(pending)
+
+
+# ---- the slots of one part of the model, for microbatches in flight and for several shapes
+
+_RECENT = 64  # microbatches among which shapes are counted
+_BY_SHAPE = frozenset({"shape", "stride"})
+# Shapes and strides of the tensors that a call gets.
+Layout = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass
+class Shape:
+    """The slots of one shape, one per lane.
+
+    Attributes:
+        layout: of the first call of its microbatches.
+    """
+
+    slots: tuple[Slot, ...]
+    layout: Layout
+
+    @property
+    def is_closed(self) -> bool:
+        return all(slot.is_closed for slot in self.slots)
+
+    @property
+    def in_flight(self) -> bool:
+        return any(slot.in_flight() for slot in self.slots)
+
+    @property
+    def failure(self) -> CaptureError | None:
+        return next((slot.failure for slot in self.slots if slot.failure is not None), None)
+
+
+class Chunk:
+    """The slots of one part of the model through which microbatches pass independently.
+
+    Args:
+        slots: those of the first shape, one per lane.
+        most: how many shapes may have slots at once.
+
+    Attributes:
+        left: how many shapes have lost their graphs, because others came more often.
+        counted: replays and audits of call sites that are gone, by scope.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], backend: Backend | None = None, most: int = 1
+    ) -> None:
+        self._backend, self._most = backend, most
+        self.lanes = len(slots)
+        self._calls = [replace(site.planned, tried=None) for site in slots[0].sites]
+        # Further slots of a lane work in the pools of the first, also when that has left.
+        self._first = tuple(slots)
+        self._shapes = [Shape(self._first, _layout_of_signature(self._calls[0].signature))]
+        self._recent: deque[Layout] = deque(maxlen=_RECENT)
+        self._refused: set[Layout] = set()
+        self._current: Slot | None = slots[0]
+        self._lane = 0
+        self._last = list(slots)  # the slot of each lane's last microbatch
+        self.left = 0
+        self.counted: dict[str, Counter[str]] = {}
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of all shapes and lanes."""
+        return [slot for shape in self._shapes for slot in shape.slots]
+
+    @property
+    def scopes(self) -> list[str]:
+        return [call.scope.name for call in self._calls]
+
+    @property
+    def shapes(self) -> int:
+        return len(self._shapes)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a shape has all of its graphs; others may come at any time."""
+        return any(shape.is_closed for shape in self._shapes)
+
+    def next_site(
+        self, scope: str, structure: pytree.TreeSpec, leaves: Sequence[Any]
+    ) -> tuple[Slot, CallSite] | Mismatch:
+        """The slot and call site of the next call of ``scope``; a mismatch if slots are full.
+
+        The call belongs to the microbatch whose forward is running, or it starts the next
+        microbatch in a free lane.
+        """
+        site = self._current.next_site(scope) if self._current is not None else None
+        if self._current is None or site is None or self._current.clock == -1:
+            if site is None:  # else it is the first microbatch of a step
+                free = [lane for lane in range(self.lanes) if not self._in_flight(lane)]
+                if not free:
+                    self._current = None
+                    return self._full()
+                self._lane = min(free, key=self._retains)
+            self._current = self._begun(self._lane, scope, structure, leaves)
+            site = self._current.next_site(scope)
+        assert site is not None
+        if not site.planned.is_signed:
+            found = self._sign(site, structure, leaves)
+            if found is not None:
+                self._current.skip(site)
+                return found
+        return self._current, site
+
+    def end_step(self) -> list[CaptureError]:
+        """Ends a step. The failures are those of shapes whose graphs are gone therefore."""
+        for slot in self.slots:
+            slot.end_step()
+        failures = []
+        for shape in list(self._shapes):
+            if shape.failure is not None:
+                failures.append(shape.failure)
+                self._refused.add(shape.layout)
+                self._drop(shape)
+        return failures
+
+    def release(self) -> None:
+        for slot in self.slots:
+            slot.release()
+
+    def _in_flight(self, lane: int) -> bool:
+        return any(shape.slots[lane].in_flight() for shape in self._shapes)
+
+    def _retains(self, lane: int) -> bool:
+        return any(shape.slots[lane].retains() for shape in self._shapes)
+
+    def _begun(
+        self, lane: int, scope: str, structure: pytree.TreeSpec, leaves: Sequence[Any]
+    ) -> Slot:
+        """The slot that serves a new microbatch in a lane; that of another shape if none does."""
+        shape = self._shapes[0] if self._most == 1 else self._shape(scope, structure, leaves)
+        for each in self._shapes:
+            each.slots[lane].begin()
+        slot = (shape or self._shapes[0]).slots[lane]
+        if self._last[lane] is not slot:
+            slot.follows(self._last[lane])
+            self._last[lane] = slot
+        return slot
+
+    def _shape(self, scope: str, structure: pytree.TreeSpec, leaves: Sequence[Any]) -> Shape | None:
+        """The shape of a microbatch that begins with this call, made now if it is to have one."""
+        layout = _layout_of(leaves)
+        self._recent.append(layout)
+        found = next((each for each in self._shapes if each.layout == layout), None)
+        if found is not None or layout in self._refused:
+            return found
+        call = next(call for call in self._calls if call.scope.name == scope)
+        differences = {each.reason for each in call.signature.mismatches(structure, leaves)}
+        if differences <= _BY_SHAPE and self._has_room(layout):
+            found = Shape(self._more_slots(), layout)
+            self._shapes.append(found)
+        return found
+
+    def _has_room(self, layout: Layout) -> bool:
+        """Whether a new shape gets graphs. The rarest shape leaves if there are too many."""
+        assert self._backend is not None
+        count = Counter(self._recent)
+        rarest = min(self._shapes, key=lambda shape: count[shape.layout])
+        is_full = len(self._shapes) == self._most
+        if is_full and (count[layout] <= count[rarest.layout] or rarest.in_flight):
+            return False
+        self._backend.make_room()
+        if is_full:
+            self.left += 1
+            self._drop(rarest)
+        return True
+
+    def _more_slots(self) -> tuple[Slot, ...]:
+        assert self._backend is not None
+        calls = [call.of_another_shape() for call in self._calls]
+        return tuple(
+            Slot(
+                calls,
+                self._backend,
+                first.pool,
+                backward_pool=first.backward_pool,
+                fails_alone=True,
+            )
+            for first in self._first
+        )
+
+    def _drop(self, shape: Shape) -> None:
+        for site in (site for slot in shape.slots for site in slot.sites):
+            counted = self.counted.setdefault(site.name, Counter())
+            counted.update(replayed=site.replayed, audited=site.audited)
+        for slot in shape.slots:
+            slot.release()
+        if len(self._shapes) > 1:
+            self._shapes.remove(shape)
+
+    def _sign(
+        self, site: CallSite, structure: pytree.TreeSpec, leaves: Sequence[Any]
+    ) -> Mismatch | None:
+        """Notes the inputs of a call site of another shape at its first call.
+
+        Returns the difference from the first shape that is none of shapes and strides, or None.
+        """
+        for found in site.planned.signature.mismatches(structure, leaves):
+            if found.reason not in _BY_SHAPE:
+                return found
+        inputs = pytree.tree_unflatten(leaves, structure)
+        site.planned.signature = Signature.of(inputs, site.planned.scope.name_input)
+        site.planned.is_signed = True
+        return None
+
+    def _full(self) -> Mismatch:
+        """The mismatch of a microbatch that found no lane; all of its calls run eagerly."""
+        pending = next(p for shape in self._shapes for p in shape.slots[0].in_flight())
+        message = (
+            f"{self.lanes} microbatches are in flight (the backward of {pending.site.name!r} is "
+            f"still to come), one more forward would make {self.lanes + 1}, and {self.lanes} were "
+            f"captured, the most that the observed steps had: {EAGER_CALLS['slots_full'].remedy}"
+        )
+        return Mismatch("slots_full", message)
+
+
+def _layout_of(leaves: Sequence[Any]) -> Layout:
+    tensors = (x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
+    return tuple((tuple(x.shape), x.stride()) for x in tensors)
+
+
+def _layout_of_signature(signature: Signature) -> Layout:
+    return tuple((x.shape, x.stride) for x in signature.leaves if isinstance(x, TensorSpec))

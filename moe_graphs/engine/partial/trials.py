@@ -26,7 +26,6 @@ from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.guards import Guards, names_before_running, tensors_of_others
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.partial.plan import CallMemory, nbytes
-from moe_graphs.engine.partial.recording import has_tensors_inside
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import (
@@ -566,7 +565,7 @@ def _is_not_cached(leaf: Any) -> bool:
 
 def _check_outputs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:
     for output in outputs:
-        if has_tensors_inside(output):
+        if _has_tensors_inside(output):
             kind = type(output).__name__
             raise CaptureError(
                 f"it returns a {kind}, which holds tensors and is no pytree: a replay would hand "
@@ -575,6 +574,12 @@ def _check_outputs(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:
             )
         if isinstance(output, Tensor) and not any(output is each for each in inputs):
             _check_output(output, inputs)
+
+
+def _has_tensors_inside(value: Any) -> bool:
+    """Whether an object that is no pytree holds tensors, which would be lost on the way."""
+    held = getattr(value, "__dict__", {}).values() if not isinstance(value, nn.Module) else ()
+    return any(isinstance(each, Tensor) for each in held)
 
 
 def _check_output(output: Tensor, inputs: Sequence[Tensor]) -> None:

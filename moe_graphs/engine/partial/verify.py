@@ -13,8 +13,12 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine import fp8
 from moe_graphs.engine.autograd import LeafUses
 from moe_graphs.engine.backends.backend import Backend
-from moe_graphs.engine.partial.recording import RecordedBackward, run_anew
-from moe_graphs.engine.partial.slots import CallSite, PendingBackward
+from moe_graphs.engine.partial.recording import (
+    CallSite,
+    PendingBackward,
+    RecordedBackward,
+    run_anew,
+)
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import as_leaf, static_copy, tensor_leaves
