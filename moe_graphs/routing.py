@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.checks import Deferred, are_noted
+from moe_graphs.engine.side_outputs import Deferred, are_noted
 from moe_graphs.errors import CheckError
 from moe_graphs.layers.expert_load import ExpertLoad
 from moe_graphs.layers.moe import MoEStages

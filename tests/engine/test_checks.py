@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import moe_graphs
 from moe_graphs import FullIteration, GraphConfig, make_graphed_callables
-from moe_graphs.engine.checks import Checks
+from moe_graphs.engine.side_outputs import Checks
 from moe_graphs.errors import CheckError
 from training_runs import DEVICES
 

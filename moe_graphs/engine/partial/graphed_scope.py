@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.assigned import Left
 from moe_graphs.engine.audit import NEVER, Audits, CallAudit, Schedule
 from moe_graphs.engine.backends.backend import Backend, Resources
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -29,6 +28,7 @@ from moe_graphs.engine.partial.slots import Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.reasons import BACKWARD, EAGER_CALLS
 from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occupancy_of
+from moe_graphs.engine.side_outputs import Left
 from moe_graphs.engine.tensors import Mismatch, flatten
 from moe_graphs.errors import CaptureError
 from moe_graphs.portable_launches import portable_launches

@@ -28,11 +28,9 @@ import torch
 from torch import nn
 
 from moe_graphs.config import GraphConfig
-from moe_graphs.engine.assigned import contents_of
 from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
-from moe_graphs.engine.checks import Deferred
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.partial.capture import Recorder
@@ -53,6 +51,7 @@ from moe_graphs.engine.partial.slots import BackwardPool, Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
+from moe_graphs.engine.side_outputs import Deferred, contents_of
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch
 from moe_graphs.engine.trial_run import explaining_errors_of

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.config import SCOPE_STAGES, Choice, GraphConfig, check, is_pattern
-from moe_graphs.engine.assigned import Assigned
 from moe_graphs.engine.guards.introspection import scripted
+from moe_graphs.engine.side_outputs import Assigned
 from moe_graphs.engine.tensors import is_sharded_by_fsdp
 from moe_graphs.staged import Boundary, Frame, Staged, Stop, resuming, run_until
 

@@ -17,13 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.assigned import Left
 from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.ranks import Ranks
+from moe_graphs.engine.side_outputs import Left
 from moe_graphs.engine.snapshot import Snapshot, random_digest
 from moe_graphs.engine.tensors import address, is_sharded_by_fsdp, is_wrapped, tensor_leaves
 from moe_graphs.engine.tracing import Operations, Origins, Trace, differing_op

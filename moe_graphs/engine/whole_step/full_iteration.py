@@ -38,7 +38,6 @@ from moe_graphs.config import (
     ON_MISMATCH,
     check_option,
 )
-from moe_graphs.engine.assigned import Left
 from moe_graphs.engine.audit import NEVER, Audits, UndoneError
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.backends.backend import Resources
@@ -47,6 +46,7 @@ from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.report import FallbackWarning, PrintedReport, occupancy_of
+from moe_graphs.engine.side_outputs import Left
 from moe_graphs.engine.tensors import Mismatch, owned
 from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import fsdp

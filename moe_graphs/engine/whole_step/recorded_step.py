@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.assigned import Assigned, Given
 from moe_graphs.engine.audit import CallAudit
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.guards import torch_state
@@ -23,6 +22,7 @@ from moe_graphs.engine.guards.guards import Guards, names_before_running
 from moe_graphs.engine.guards.introspection import tensor_hooks_of
 from moe_graphs.engine.guards.torch_state import TorchState
 from moe_graphs.engine.reasons import EAGER_CALLS
+from moe_graphs.engine.side_outputs import Assigned, Given
 from moe_graphs.engine.tensors import (
     Mismatch,
     Signature,
