@@ -15,7 +15,7 @@ from moe_graphs import GraphConfig
 from moe_graphs.engine.backends import backend_for
 from moe_graphs.engine.partial import trials
 from moe_graphs.engine.snapshot import Snapshot
-from moe_graphs.engine.trial_run import TrialRun
+from moe_graphs.engine.tracing import TrialRun
 from moe_graphs.errors import CaptureError
 
 

@@ -44,7 +44,7 @@ from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch, Signature, tensor_leaves
-from moe_graphs.engine.trial_run import explaining_errors_of
+from moe_graphs.engine.tracing import explaining_errors_of
 from moe_graphs.errors import CaptureError, GraphError
 
 C = TypeVar("C", bound="Callable[..., Any] | tuple[Callable[..., Any], ...]")

@@ -13,7 +13,7 @@ from moe_graphs.engine.partial.slots import Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import leaves_of_outputs
-from moe_graphs.engine.trial_run import explaining_errors_of
+from moe_graphs.engine.tracing import explaining_errors_of
 from moe_graphs.errors import GraphError
 
 # ---- the capture of a slot on sample arguments

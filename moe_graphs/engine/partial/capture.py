@@ -61,8 +61,7 @@ from moe_graphs.engine.tensors import (
     target_of,
     unwrap,
 )
-from moe_graphs.engine.tracing import Operations, differing_op
-from moe_graphs.engine.trial_run import explaining_errors_of
+from moe_graphs.engine.tracing import Operations, differing_op, explaining_errors_of
 from moe_graphs.errors import CaptureError
 
 # ``uses``, ``listed``, ``gradients`` and ``leases`` of a ``RecordedBackward``

@@ -54,7 +54,7 @@ from moe_graphs.engine.report import FallbackWarning, Report
 from moe_graphs.engine.side_outputs import Deferred, contents_of
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch
-from moe_graphs.engine.trial_run import explaining_errors_of
+from moe_graphs.engine.tracing import explaining_errors_of
 from moe_graphs.engine.verify import warn
 from moe_graphs.errors import CaptureError, GraphError
 

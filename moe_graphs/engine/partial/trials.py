@@ -40,9 +40,9 @@ from moe_graphs.engine.tensors import (
 from moe_graphs.engine.tracing import (
     MODIFIED_INPUT,
     Trace,
+    TrialRun,
     differing_op,
 )
-from moe_graphs.engine.trial_run import TrialRun
 from moe_graphs.errors import CaptureError
 
 _MOST_RUNS = 8  # trial runs in which backwards may still differ from the next one

@@ -26,8 +26,14 @@ from moe_graphs.engine.ranks import Ranks
 from moe_graphs.engine.side_outputs import Left
 from moe_graphs.engine.snapshot import Snapshot, random_digest
 from moe_graphs.engine.tensors import address, is_sharded_by_fsdp, is_wrapped, tensor_leaves
-from moe_graphs.engine.tracing import Operations, Origins, Trace, differing_op
-from moe_graphs.engine.trial_run import TrialRun, explaining_errors
+from moe_graphs.engine.tracing import (
+    Operations,
+    Origins,
+    Trace,
+    TrialRun,
+    differing_op,
+    explaining_errors,
+)
 from moe_graphs.engine.verify import ByFingerprint, Verdict
 from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.fsdp import Sharding
