@@ -13,8 +13,8 @@ engine reclaims the lease. The graph runs only if nobody else uses the memory th
 | moved | the engine: callers' tensors have memory of their own now | ``reclaim`` |
 | view held | somebody has a view, an alias or the storage itself | ``reclaim`` |
 
-- **Leased**: ``CallSite.note_handed`` leases outputs. ``leased`` in ``partial/replay.py`` leases
-  gradients; ``BackwardPool.added`` has those that autograd is adding.
+- **Leased**: ``CallSite.note_handed`` leases outputs. ``leased`` in ``partial/graphed_scope.py``
+  leases gradients; ``BackwardPool.added`` has those that autograd is adding.
 - **In place as .grad**: at the capture ``reason_to_copy`` decides whether a gradient may become
   ``.grad``, and at a replay ``leased`` does. ``Slot.in_place`` has these leases. A whole step puts
   its gradients there after every replay (``StaticGradients``), until the step drops them.

@@ -33,10 +33,10 @@ from moe_graphs.engine.callables.order import Action, slots
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.graphed_scope import Captured, GraphedScope, report_of
+from moe_graphs.engine.partial.graphed_scope import Captured, DelayedWeights, GraphedScope
+from moe_graphs.engine.partial.graphs import report_of
 from moe_graphs.engine.partial.plan import CallMemory, Plan, memory_plan
 from moe_graphs.engine.partial.recording import PlannedCall
-from moe_graphs.engine.partial.replay import DelayedWeights
 from moe_graphs.engine.partial.scope import Call, Scope
 from moe_graphs.engine.partial.slots import Chunk, Slot
 from moe_graphs.engine.partial.trials import Hooks, ScopeCall, Trials

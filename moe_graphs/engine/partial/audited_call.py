@@ -40,7 +40,6 @@ from moe_graphs.engine.partial.recording import (
     layouts_of,
     versions_of,
 )
-from moe_graphs.engine.partial.replay import refuse_transforms
 from moe_graphs.engine.partial.scope import Call, Exit, Scope
 from moe_graphs.engine.partial.slots import Slot
 from moe_graphs.engine.partial.trials import ScopeCall
@@ -276,7 +275,7 @@ class AuditedCall:
         Raises:
             GraphError: for a difference, with ``on_audit="error"``, or if it must not run.
         """
-        refuse_transforms(self.site, gradients)
+        self.site.check_plain(gradients)
         if self._open is None:
             raise GraphError(f"scope {self.site.name!r}: a second backward of the same forward")
         self.slot.check(pending)

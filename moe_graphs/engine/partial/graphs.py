@@ -11,7 +11,7 @@ This file is the table of contents. The first ``warmup_steps`` steps run eagerly
 (``trials.py``). At the end of the last warm-up step ``plan.py`` decides which calls get which call
 sites. From then on the first microbatch that reaches a call site captures the call there
 (``capture.py``), and ``verify.py`` compares the first replay with eager. Later calls are replayed
-(``graphed_scope.py``, ``slots.py``, ``replay.py``) if they match the recording (``recording.py``).
+(``graphed_scope.py``, ``slots.py``) if they match the recording (``recording.py``).
 A call that does not match runs eagerly and is counted, or it raises.
 """
 
@@ -21,6 +21,7 @@ import contextlib
 import gc
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -30,11 +31,16 @@ from torch import nn
 from moe_graphs.config import GraphConfig
 from moe_graphs.engine.audit import Audits
 from moe_graphs.engine.backends import backend_for
-from moe_graphs.engine.backends.backend import Resources
+from moe_graphs.engine.backends.backend import Backend, Resources
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.nonfinite import find_nonfinite
 from moe_graphs.engine.partial.capture import Recorder
-from moe_graphs.engine.partial.graphed_scope import Captured, install_all, report_of
+from moe_graphs.engine.partial.graphed_scope import (
+    Captured,
+    DelayedWeights,
+    GraphedScope,
+    install_all,
+)
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import (
     CallMemory,
@@ -44,19 +50,20 @@ from moe_graphs.engine.partial.plan import (
     memory_plan,
     plan,
 )
-from moe_graphs.engine.partial.recording import PlannedCall
-from moe_graphs.engine.partial.replay import DelayedWeights
+from moe_graphs.engine.partial.recording import CallSite, PlannedCall
 from moe_graphs.engine.partial.scope import find_scopes, recomputed_among
 from moe_graphs.engine.partial.slots import BackwardPool, Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
 from moe_graphs.engine.ranks import ALONE, Ranks
-from moe_graphs.engine.report import FallbackWarning, Report
+from moe_graphs.engine.reasons import BACKWARD
+from moe_graphs.engine.report import FallbackWarning, Report, ScopeReport, occupancy_of
 from moe_graphs.engine.side_outputs import Deferred, contents_of
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import Mismatch
 from moe_graphs.engine.tracing import explaining_errors_of
 from moe_graphs.engine.verify import warn
 from moe_graphs.errors import CaptureError, GraphError
+from moe_graphs.portable_launches import portable_launches
 
 T = TypeVar("T")
 
@@ -521,3 +528,97 @@ _WORTH_A_CAPTURE = frozenset({
     "moved", "attribute", "checkpointing", "training_flag", "requires_grad", "hooks", "context",
     "autocast", "shape", "dtype", "stride", "structure", "constant", "slots_full", "not_observed",
 })  # fmt: skip
+
+
+# ---- the report of some scopes, from their counters
+
+
+def report_of(
+    backend: Backend,
+    model: nn.Module,
+    state: str,
+    scopes: Sequence[GraphedScope],
+    captured: Captured | None,
+    capture_seconds: float,
+    fallbacks: FallbackWarning,
+    off_because: str | None = None,
+    audits: Audits | None = None,
+) -> Report:
+    sites = captured.sites if captured is not None else []
+    of_scopes = tuple(
+        _report_scope(graphed, sites, fallbacks, _counted(captured, graphed.scope.name))
+        for graphed in scopes
+    )
+    eager_calls: Counter[str] = Counter()
+    for scope in of_scopes:
+        eager_calls.update(scope.eager_calls)
+    return Report(
+        backend=backend.name,
+        state=state,
+        scopes=of_scopes,
+        captured=sum(site.has_forward for site in sites),
+        replayed=sum(scope.replayed for scope in of_scopes),
+        audited=sum(scope.audited for scope in of_scopes),
+        eager_calls=dict(eager_calls),
+        static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
+        slots=tuple(chunk.lanes for chunk in captured.chunks) if captured else (),
+        shapes=max((chunk.shapes for chunk in captured.chunks), default=0) if captured else 0,
+        shapes_left=sum(chunk.left for chunk in captured.chunks) if captured else 0,
+        predicted_pool_bytes=captured.memory.pool_bytes if captured else 0,
+        pool_bytes=sum(map(backend.pool_bytes, captured.pools)) if captured else 0,
+        abandoned=captured.abandoned if captured else 0,
+        capture_seconds=capture_seconds,
+        occupancy=occupancy_of(model),
+        portable_launches=portable_launches(),
+        off_because=off_because,
+        **({} if audits is None else audits.reported()),
+    )
+
+
+def _counted(captured: Captured | None, scope: str) -> Counter[str]:
+    """Replays and audits of call sites of a scope that are gone."""
+    chunk = None if captured is None else captured.chunk_of_scope.get(scope)
+    return Counter() if chunk is None else chunk.counted.get(scope, Counter())
+
+
+def _report_scope(
+    graphed: GraphedScope,
+    sites: Sequence[CallSite],
+    fallbacks: FallbackWarning,
+    gone: Counter[str],
+) -> ScopeReport:
+    own_name = f"scope {graphed.scope.name!r}"
+    of_scope = [site for site in sites if site.name == graphed.scope.name]
+    own = [site for site in of_scope if site.has_forward]
+    planned = {id(site.planned): site.planned for site in of_scope}.values()
+    graphs = [graph for site in own for graph in site.graphs()]
+    counts = [graph.kernels for graph in graphs if graph.kernels is not None]
+    exits = [site.forward.exit.reason for site in own if site.forward.exit is not None]
+    backwards: Counter[str] = Counter()
+    for call in planned:
+        backwards.update({f"{BACKWARD}{r}": n for r, n in call.eager_backwards.items()})
+    leases = [lease for site in own for lease in site.gradient_leases()]
+    statics = [tensor for site in own for tensor in site.forward.static_tensors()]
+    not_guarded = {n for site in own for n in site.forward.conditions.guards.not_followed}
+    return ScopeReport(
+        name=graphed.scope.name,
+        forward_graphs=len(own),
+        backward_graphs=sum(p.backward is not None and p.backward.graph is not None for p in own),
+        weight_graphs=sum(p.weights is not None and p.weights.graph is not None for p in own),
+        kernels=sum(counts) if len(counts) == len(graphs) else None,
+        static_bytes=sum(tensor.nbytes for tensor in statics),
+        boundary_bytes=sum(t.nbytes for site in own for t in site.forward.outputs),
+        replayed=gone["replayed"] + sum(site.replayed for site in own),
+        audited=gone["audited"] + sum(site.audited for site in own),
+        recomputed_bytes=sum(site.planned.recomputed_bytes for site in own),
+        eager_calls=dict(graphed.eager_calls + backwards),
+        details={
+            word: text for (name, word), text in fallbacks.details.items() if name == own_name
+        },
+        interrupted=exits[0] if exits else None,
+        refused=next((call.refused.message for call in planned if call.refused), None),
+        not_reproducible=any(call.not_reproducible for call in planned),
+        not_guarded=tuple(sorted(not_guarded)),
+        gradients_in_place=sum(lease.in_place for lease in leases),
+        copied_gradients=dict(sum((lease.copied for lease in leases), Counter())),
+    )

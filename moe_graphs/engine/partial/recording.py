@@ -740,10 +740,36 @@ class CallSite:
         self.planned.copied_outputs.update(*(lease.outputs for lease in self.out))
         return False
 
+    def check_plain(self, gradients: Sequence[Tensor | None]) -> None:
+        """Checks that a backward is a plain one.
+
+        Raises:
+            GraphError: if it is to be differentiated again, transformed or batched.
+        """
+        if torch.is_grad_enabled():
+            raise GraphError(
+                f"scope {self.name!r}: a backward with create_graph=True: a graph has no "
+                f"derivative of its backward: run forwards whose gradients are differentiated (a "
+                f"gradient penalty) within graphs.paused(), or in the warm-up steps as well"
+            )
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if is_transformed or any(map(_is_batched, gradients)):
+            raise GraphError(
+                f"scope {self.name!r}: a backward under torch.func or with is_grads_batched=True, "
+                f"which a graph was not captured for: run its forward within graphs.paused()"
+            )
+
     def release(self) -> None:
         for graph in self.graphs():
             graph.release()
         self.clear()
+
+
+def _is_batched(gradient: Tensor | None) -> bool:
+    functorch = torch._C._functorch
+    return gradient is not None and (
+        functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
+    )
 
 
 class PendingBackward:
