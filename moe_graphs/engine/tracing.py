@@ -338,6 +338,7 @@ class Trace(Operations):
         all_of_them: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
         self._generators = {generator._cdata for generator in (*all_of_them, *generators)}
         self._made: set[int] = set()
+        self._taken: set[int] = set()  # memory that was taken by its storage alone
         self._from_python: set[int] = set()  # memory on the CPU whose values are constants
         self._kept: set[tuple[Any, ...]] = set()
         self._host_reads = _RefuseHostReads(self._from_python)
@@ -386,7 +387,7 @@ class Trace(Operations):
 
         Memory that the forward made does not count as outside.
         """
-        self._made = other._made
+        self._made, self._taken = other._made, other._taken
         return self
 
     def check_outputs(self, outputs: Iterable[Any]) -> None:
@@ -395,9 +396,10 @@ class Trace(Operations):
         Raises:
             CaptureError: if something else has made an output: another thread, numpy, a cache.
         """
+        known = self._made | self._taken | self._known | self.others.keys()
         for output in tensor_leaves(outputs) if self._strict else ():
             is_strided = output.device.type == self._device.type and address(output) != 0
-            if is_strided and address(output) not in self._made | self._known | self.others.keys():
+            if is_strided and address(output) not in known:
                 raise CaptureError(
                     f"no operation that was seen has made the output {tuple(output.shape)}: "
                     f"another thread may have, or a cache or numpy, and a replay would hand out "
@@ -433,13 +435,14 @@ class Trace(Operations):
     def _taken_by_storage(self, args: tuple[Any, ...]) -> set[int]:
         """Notes as read what an operation takes by its storage alone, as ``deepcopy`` does.
 
-        Returns the addresses among them that are known to be from outside. Nobody can tell a new
-        storage from one that a tensor outside has, so both count as read.
+        Nobody can tell a new storage from one that a tensor outside has. So both count as read, and
+        what is written there is put back.
         """
         storages = (each for each in args if isinstance(each, torch.UntypedStorage))
         taken = {each.data_ptr() for each in storages} - {0} - self._made
         self.read |= taken
-        return taken & (self._known | self.others.keys())
+        self._taken |= taken
+        return taken
 
     def _check(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
@@ -471,7 +474,7 @@ class Trace(Operations):
             where = address(tensor)
             if where in self._known:
                 self.read.add(where)
-            elif tensor.numel() and where not in self._made:
+            elif tensor.numel() and where not in self._made | self._taken:
                 self.read.add(where)
                 if self._strict and where not in self.others:
                     shape = tuple(tensor.shape)
@@ -494,7 +497,8 @@ class Trace(Operations):
                     f"{func.overloadpacket}, {MODIFIED_INPUT}"
                 )
             key = (where, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-            before = self._before_others if where in self.others else None
+            is_other = where in self.others or where in self._taken
+            before = self._before_others if is_other else None
             before = self._before or before
             if before is not None and key not in self._kept:
                 self._kept.add(key)

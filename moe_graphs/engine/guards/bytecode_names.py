@@ -22,7 +22,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -43,6 +43,7 @@ from moe_graphs.engine.guards.introspection import (
     with_inner_code,
 )
 from moe_graphs.engine.guards.known_functions import CLASSES, FUNCTIONS, NOT_OF_TORCH
+from moe_graphs.engine.guards.looked_up_names import ANY, looks_up_unseen, names_looked_up
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import BY_IDENTITY
 from moe_graphs.errors import CaptureError
@@ -124,6 +125,13 @@ def refusal(impure: str) -> str:
     return (
         f"it calls {impure}(), whose answer may be another one at every call, and a replay runs no "
         f"Python: call it outside, and pass on the answer"
+    )
+
+
+def _asking(who: str, names: Collection[str]) -> str:
+    return (
+        f"{who} asks for .{min(names)} of a tensor: inside of a graph tensors are other objects, "
+        f"with another history: ask outside"
     )
 
 
@@ -262,6 +270,7 @@ class AccessedNames:
         owners: objects whose methods ran, by id, except those that the block made.
         of_contexts: values that the ``ctx`` of autograd functions held, without tensors.
         questions: calls of ``_COMPARED``, whose answers guards compare.
+        given: names that the user's code gave to ``getattr`` and its kin, however it made them.
         impure_calls: functions that were called and read state that nobody can compare later.
         is_estimate: whether functions are among the code that may never run. No data is read for
             further names then.
@@ -278,6 +287,7 @@ class AccessedNames:
         self.values: set[str] = set()
         self.values_of_modules: set[str] = set()
         self.owners: dict[int, Any] = {}
+        self.given: set[str] = set()
         self.impure_calls: list[str] = []
         self.questions: dict[str, Callable[[], Any]] = {}
         self._ran: set[types.CodeType] = set()
@@ -304,6 +314,7 @@ class AccessedNames:
         self.code.update(_not_seen_running(self.code))
         for code in self.code:
             self._mentions(code)
+        self._mention(self.given)
         alive = (reference() for reference in self._seen.values() if reference is not None)
         self.owners = {id(owner): owner for owner in alive if owner is not None}
         self._seen.clear()
@@ -347,6 +358,7 @@ class AccessedNames:
             united.values_of_modules |= accessed.values_of_modules
             united.owners.update(accessed.owners)
             united.is_estimate |= accessed.is_estimate
+            united.given |= accessed.given
             united.impure_calls += accessed.impure_calls
             united.questions.update(accessed.questions)
         return united
@@ -386,10 +398,7 @@ class AccessedNames:
     ) -> AccessedNames | None:
         """Union of the names with those that a walk has found; None if it has found no others."""
         more = AccessedNames.before_running(*behind_caches, with_inner=True)
-        more.names |= names
-        more.values |= names
-        more.names_of_modules |= names
-        more.values_of_modules |= names
+        more._mention(names)
         new = more.values - self.values or more.names - self.names or more.code.keys() - self.code
         return AccessedNames.together(self, more) if new else None
 
@@ -413,7 +422,7 @@ class AccessedNames:
 
     def names_of_the_user(self) -> set[str]:
         """Names that the user's own code mentions."""
-        return set().union(*map(_names_of, self._code_of_the_user()))
+        return self.given.union(*map(_names_of, self._code_of_the_user()))
 
     def _code_of_the_user(self) -> list[types.CodeType]:
         return [code for code, of in self.code.items() if origin_of_code(code, of) == "own"]
@@ -443,10 +452,9 @@ class AccessedNames:
         )
         for code, names in found:
             if names:
-                raise CaptureError(
-                    f"{code.co_qualname} asks for .{min(names)} of a tensor: inside of a graph "
-                    f"tensors are other objects, with another history: ask outside"
-                )
+                raise CaptureError(_asking(code.co_qualname, names))
+        if self.given & asked:
+            raise CaptureError(_asking("getattr", self.given & asked))
 
     def check_random(self) -> None:
         """Puts back what was drawn from generators of Python and numpy, and refuses such blocks.
@@ -468,7 +476,13 @@ class AccessedNames:
         """Whether a method of ``value`` ran, and ``value`` outlived the block."""
         return self.owners.get(id(value)) is value
 
+    def _mention(self, names: set[str]) -> None:
+        for each in (self.names, self.values, self.names_of_modules, self.values_of_modules):
+            each |= names
+
     def _mentions(self, code: types.CodeType) -> None:
+        if origin_of_code(code, self.code[code]) == "own" and looks_up_unseen(code):
+            self.given.add(ANY)
         self.names_of_modules |= _names_of(code)
         self.values_of_modules |= _values_of(code)
         if origin_of_code(code, self.code[code]) != "internal":
@@ -482,6 +496,7 @@ class AccessedNames:
         if event == "c_call":
             if origin_of_code(code, frame.f_globals) == "own":
                 self._open(_unless_in_an_operation(of_c(argument), frame))
+                self.given.update(names_looked_up(argument, frame))
             elif argument is os.urandom and _is_asked_by_the_user(frame):
                 self._open(f"{_UNSEEDED}{argument.__name__}")
         if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
@@ -705,7 +720,7 @@ def _values_of(code: types.CodeType) -> frozenset[str]:
     }
     operations = {i.opname for i in dis.get_instructions(code)}
     if "MATCH_CLASS" in operations or _puts_names_together(code):
-        named.add("__dict__")  # any attribute may be read
+        named.add(ANY)
     return frozenset(named) | frozenset(code.co_freevars) | _strings_of(code)
 
 

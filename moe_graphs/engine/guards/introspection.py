@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import functools
 import gc
@@ -283,6 +284,18 @@ def bytes_of(values: Any) -> tuple[Any, ...]:
     """The bytes of an array of any library, with the kind and shape of its elements."""
     kind = getattr(values, "dtype", None) or getattr(values, "typecode", None)
     return str(kind), getattr(values, "shape", None), bytes(values)
+
+
+def set_bytes(values: Any, before: tuple[Any, ...]) -> None:
+    """Puts the bytes of an array back to what ``bytes_of`` has found, unless its size has changed.
+
+    Arrays that cannot be written stay as they are.
+    """
+    with contextlib.suppress(TypeError, ValueError, BufferError):
+        if module_of(type(values)) == "numpy":
+            values[...] = type(values)(before[1], values.dtype, before[-1])
+        else:
+            memoryview(values).cast("B")[:] = before[-1]
 
 
 def has_bytes(value: Any) -> bool:

@@ -64,6 +64,7 @@ from moe_graphs.engine.guards.introspection import (
     origin_of_class,
     origin_of_code,
     refill,
+    set_bytes,
     shown_key,
     shown_name,
     slots_of,
@@ -314,6 +315,7 @@ class Walk:
                 is_value = id(value) not in self._looked_into
                 whole = self._of_any_name(vars(value), _contents_of if is_value else _data_of)
                 self._namespace(vars(value), name, False, self._names | whole)
+                self._class(type(value), f"{name}.__class__")
         elif isinstance(value, types.FunctionType):
             self._function(value, name)
         elif isinstance(value, type):
@@ -323,6 +325,8 @@ class Walk:
         elif isinstance(value, property):
             for part in ("fget", "fset", "fdel"):
                 self._push(getattr(value, part), f"{name}.{part}", False)
+            if type(value) is not property:
+                self._attributes(value, name, False)
         elif isinstance(value, enum.Enum):
             if origin_of_class(type(value)) != "internal":
                 whole = self._of_any_name(vars(value), _contents_of)
@@ -666,7 +670,8 @@ class Walk:
         if size > 1 << 16 or getattr(getattr(value, "dtype", None), "hasobject", False):
             return self._too_large(name, size)
         read = functools.partial(bytes_of, value)
-        self._cell(Cell(read, None, name, is_copy=True), False)
+        write = functools.partial(set_bytes, value)
+        self._cell(Cell(read, write, name, is_copy=True), False)
         if has_dictionary(value):  # numpy's masked arrays keep their masks there
             self._namespace(vars(value), name, False, None)
 
