@@ -93,6 +93,14 @@ def pytest_runtest_setup() -> None:
         gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_samples() -> None:
+    """Runs of the command in this process sample eight tokens, each of which is a forward."""
+    from moe_graphs.lm import sample
+
+    sample._NEW_TOKENS = 8
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of small documents to train on."""

@@ -177,7 +177,7 @@ def train(device: str, scopes: str | None, *, late: bool, kind: str, **options) 
     [
         pytest.param("replay", "full", False, {}, marks=pytest.mark.long),
         pytest.param("replay", "full", True, {}, marks=pytest.mark.long),
-        ("replay", "full", True, {"recompute": True}),
+        pytest.param("replay", "full", True, {"recompute": True}, marks=pytest.mark.long),
         ("replay", "attn,moe_router,moe_preprocess", True, {}),
         pytest.param("replay", "moe_router", False, {"recompute": True}, marks=pytest.mark.long),
         pytest.param("record", "full", True, {}, marks=pytest.mark.long),

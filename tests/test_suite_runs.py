@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import suite_runs
 
 TESTS = Path(__file__).resolve().parent
 
 
-def test_a_run_leaves_a_line_with_its_counts(tmp_path):
+@pytest.mark.parametrize("workers", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 2))])
+def test_a_run_leaves_a_line_with_its_counts(workers, tmp_path):
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     (tmp_path / "test_all.py").write_text(
         "import pytest\n"
@@ -27,20 +30,17 @@ def test_a_run_leaves_a_line_with_its_counts(tmp_path):
     )
     record = tmp_path / "runs.jsonl"
     options = ["--record-run", str(record), "--record-suite", "all", "--record-commit", "abc"]
-    for workers in ("0", "2"):
-        command = [sys.executable, "-m", "pytest", "-q", "-n", workers, *options, str(tmp_path)]
-        path = {"PYTHONPATH": f"{TESTS / 'support'}:{TESTS.parent}", "PATH": ""}
-        subprocess.run([*command, "-p", "no:cacheprovider"], cwd=tmp_path, env=path, check=False)
-    lines = [json.loads(text) for text in record.read_text().splitlines()]
-    assert len(lines) == 2
-    for line in lines:
-        assert line["suite"] == "all"
-        assert (line["passed"], line["failed"], line["skipped"]) == (1, 2, 2)
-        assert [name.split("::")[1] for name in line["failures"]] == ["test_bad", "test_teardown"]
-        assert line["skip_reasons"]["no such library"] == 1
-        assert line["complete"]
-        assert line["environment"]["commit"] == "abc"
-    assert suite_runs.table(lines).count("| 2, `test_all.py::test_bad`") == 2
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *options, str(tmp_path)]
+    path = {"PYTHONPATH": f"{TESTS / 'support'}:{TESTS.parent}", "PATH": ""}
+    subprocess.run([*command, "-p", "no:cacheprovider"], cwd=tmp_path, env=path, check=False)
+    (line,) = map(json.loads, record.read_text().splitlines())
+    assert line["suite"] == "all"
+    assert (line["passed"], line["failed"], line["skipped"]) == (1, 2, 2)
+    assert [name.split("::")[1] for name in line["failures"]] == ["test_bad", "test_teardown"]
+    assert line["skip_reasons"]["no such library"] == 1
+    assert line["complete"]
+    assert line["environment"]["commit"] == "abc"
+    assert suite_runs.table([line, line]).count("| 2, `test_all.py::test_bad`") == 2
 
 
 def test_the_table_is_that_of_the_lines():

@@ -9,6 +9,7 @@ import moe_graphs
 from moe_graphs.integrations.transformers import accelerate_model
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+from grids import by_turns  # noqa: E402
 from hf_families import tiny, tokens  # noqa: E402
 
 KINDS = [transformers.BatchEncoding, transformers.BatchFeature]
@@ -65,8 +66,7 @@ def test_a_batch_that_differs_is_named():
         list(moe_graphs.StaticLoader([first, second], "cpu"))
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("static", "kind"), by_turns([False, True], KINDS))
 def test_a_whole_step_takes_them_bit_for_bit(kind, static):
     runs = []
     for whole in (False, True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from moe_graphs.integrations.transformers.swapped_layers import _KINDS
 pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from grids import by_turns
 from hf_families import FAMILIES, loss_and_gradients, skip_unknown, tiny, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*chooses experts from now on")
@@ -49,6 +48,7 @@ def hook_before(router):
     router.register_forward_pre_hook(lambda _, given: (2 * given[0],))
 
 
+PARTS = GraphConfig("moe_router,moe_preprocess")
 CHANGES = {
     top_k: "its router's top_k is 1 now, not 2",
     normalized: "its router's norm_topk_prob is",
@@ -91,12 +91,12 @@ def test_a_router_that_is_changed_after_the_swap_takes_effect(change):
     check_close(loss_and_gradients(model, tokens()), expected)
 
 
-@pytest.mark.parametrize("scopes", [True, GraphConfig("moe_router,moe_preprocess")])
 @pytest.mark.parametrize(
-    ("change", "at"),
+    ("change", "at", "scopes"),
     [
-        *itertools.product((top_k, normalized, another_forward, another_class), (0, 4)),
-        (hook, 4),  # graphs hold no hooks: a capture says so
+        *by_turns((top_k, normalized, another_forward, another_class), (0, 4), (True, PARTS)),
+        (hook, 4, True),  # graphs hold no hooks: a capture says so
+        pytest.param(hook, 4, PARTS, marks=pytest.mark.long),
     ],
 )
 def test_with_graphs_it_is_bitwise_the_same(change, scopes, at):

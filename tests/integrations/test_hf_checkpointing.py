@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+from grids import by_turns  # noqa: E402
 from hf_families import counted, implementation_of, tiny  # noqa: E402
 from moe_graphs import GraphWarning  # noqa: E402
 from moe_graphs.integrations.transformers import accelerate_model  # noqa: E402
@@ -67,8 +68,9 @@ def compared(before=None, between=None, family="qwen3_moe", device="cpu", flags=
     return accelerated.graphs.report(), accelerated, model
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
+@pytest.mark.parametrize(
+    ("reentrant", "family"), by_turns([False, True], ["qwen3_moe", "gpt_oss", "llama"])
+)
 def test_on_before_acceleration(family, reentrant):
     report, accelerated, _ = compared(
         lambda model: switch(model, use_reentrant=reentrant), family=family

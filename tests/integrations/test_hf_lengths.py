@@ -100,7 +100,7 @@ SEEN = (70, 33, 120, 90, 64, 100, 75, 40)
 LATER = (70, 33, 120, 90, 66, 126, 75, 40, 130, 90, 91, 20)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
 def test_batches_of_changing_length_are_replayed_bit_for_bit(checkpointing):
     runs = []
     for graphs in (False, True):

@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra peft")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+from grids import by_turns  # noqa: E402
 from hf_families import Texts, tiny  # noqa: E402
 from moe_graphs.integrations.transformers import (  # noqa: E402
     GraphCallback,
@@ -61,8 +62,7 @@ def test_the_loss_is_changed_on_the_model_that_uses_it(family):
     assert "_loss_function" not in vars(inner)
 
 
-@pytest.mark.parametrize("task_type", ["CAUSAL_LM", None])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("task_type", "family"), by_turns(["CAUSAL_LM", None], FAMILIES))
 def test_both_orders_replay_and_ask_for_nothing(family, task_type):
     model = with_lora(base(family), task_type)
     expected = losses(model, accelerate_model(model, graphs=False))

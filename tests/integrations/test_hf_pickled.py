@@ -11,6 +11,7 @@ import torch
 from moe_graphs.integrations.transformers import accelerate_model
 
 pytest.importorskip("transformers", reason="needs the extra hf")
+from grids import by_pairs
 from hf_families import implementation_of, loss_and_gradients, tiny, tokens
 
 OPTIONS = {"graphs": {}, "no graphs": {"graphs": False}, "whole steps": {"whole_steps": True}}
@@ -35,10 +36,12 @@ def step(model, accelerated):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
-@pytest.mark.parametrize("lora", ["none", "first", "second"])
+@pytest.mark.parametrize(
+    ("copied", "options", "family", "lora"),
+    by_pairs(
+        [copy.deepcopy, pickled], list(OPTIONS), ["qwen3_moe", "llama"], ["none", "first", "second"]
+    ),
+)
 def test_a_copy_computes_the_same_bit_for_bit(copied, options, family, lora):
     model = tiny(family, implementation_of(family))
     model = with_lora(model) if lora == "first" else model

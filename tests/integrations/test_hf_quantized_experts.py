@@ -13,6 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra peft")
 import moe_graphs  # noqa: E402
+from grids import by_turns  # noqa: E402
 from hf_families import Texts, tiny, tokens  # noqa: E402
 from moe_graphs.integrations.transformers import (  # noqa: E402
     GraphCallback,
@@ -118,8 +119,9 @@ def train(model, accelerated):
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("checkpointing", "family"), by_turns([False, True], ["qwen3_moe", "gpt_oss"])
+)
 def test_graphs_change_no_bit(family, checkpointing):
     results = []
     for graphs in (False, True):
@@ -324,7 +326,15 @@ def assigned(experts):
 
 
 @pytest.mark.filterwarnings("ignore::moe_graphs.errors.GraphWarning")  # says what was replaced
-@pytest.mark.parametrize("change", [replaced, multiplied, in_another_dtype, assigned])
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced,  # what loading assigns is replaced as well
+        multiplied,
+        in_another_dtype,
+        pytest.param(assigned, marks=pytest.mark.long),
+    ],
+)
 def test_packed_weights_that_change_while_graphs_live_are_never_stale(change):
     results = []
     for graphs in (False, True):

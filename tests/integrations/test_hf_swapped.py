@@ -15,6 +15,7 @@ from moe_graphs.integrations.transformers import GraphCallback, accelerate_model
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.models.mixtral import modeling_mixtral  # noqa: E402
 
+from grids import by_turns  # noqa: E402
 from hf_families import loss_and_gradients, skip_unknown, tiny, tokens, trained  # noqa: E402
 
 SWAPPED = (
@@ -199,8 +200,9 @@ def test_asking_for_logits_changes_nothing_else(family):
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("family", CHOSEN)
-@pytest.mark.parametrize("scopes", ["moe_router,moe_preprocess", "moe", "model.layers.*"])
+@pytest.mark.parametrize(
+    ("family", "scopes"), by_turns(CHOSEN, ["moe_router,moe_preprocess", "moe", "model.layers.*"])
+)
 def test_graphs_are_eager_bit_for_bit(family, scopes):
     cache = NO_CACHE if scopes == "model.layers.*" else {}
     eager = trained(swapped(family, **cache), contextlib.nullcontext)

@@ -42,7 +42,14 @@ def test_without_the_callback_it_trains_alike_to_rounding(tmp_path):
             assert float(one[name]) == pytest.approx(float(other[name]), abs=2e-3)
 
 
-@pytest.mark.parametrize("lora", ["all-linear", ATTENTION, None], ids=["all", "attention", "none"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param("all-linear", id="all", marks=pytest.mark.long),
+        pytest.param(ATTENTION, id="attention"),
+        pytest.param(None, id="none", marks=pytest.mark.long),
+    ],
+)
 def test_without_checkpointing_layers_are_replayed_bit_for_bit(lora, tmp_path):
     plain = sft(tmp_path / "plain", GraphCallback(graphs=False, **LENGTHS), lora=lora, **EAGER)
     callback = GraphCallback(**LENGTHS)
@@ -65,7 +72,13 @@ def test_batches_of_one_length_are_all_replayed_and_resumed(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:its router is a:moe_graphs.GraphWarning")
-@pytest.mark.parametrize("lora", ["all-linear", ATTENTION], ids=["all", "attention"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param("all-linear", id="all"),
+        pytest.param(ATTENTION, id="attention", marks=pytest.mark.long),
+    ],
+)
 def test_a_model_that_was_accelerated_before(lora, tmp_path):
     """LoRA then comes second; the callback marks the steps of the graphs that are there."""
     runs = []

@@ -14,6 +14,7 @@ from moe_graphs.integrations.transformers import accelerate_model
 pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from grids import by_turns
 from hf_families import implementation_of, tiny, tokens
 
 STEPS = 6
@@ -53,9 +54,11 @@ def run(flags, *, whole, family="qwen3_moe", between=None):
     return report, [*losses, *(p.detach() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "none")
+@pytest.mark.parametrize(
+    ("flags", "family"), by_turns(["+".join(each) for each in FLAGS], ["qwen3_moe", "mixtral"])
+)
 def test_a_flag_is_served_within_the_graph(flags, family):
+    flags = tuple(filter(None, flags.split("+")))
     _, expected = run(flags, whole=False, family=family)
     if "output_router_logits" in flags and BALANCES_ON_THE_HOST:
         with pytest.warns(moe_graphs.GraphWarning, match="bincount reads values on the host"):

@@ -18,7 +18,7 @@ from moe_graphs.optim import AdamW, adamw
 OPTIONS: tuple[Any, ...] = (1e-2, None, 0.9, 0.999, 1e-8, 0.1, False, None, None, None)
 
 
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("coded", [pytest.param(False, marks=pytest.mark.long), True])
 def test_each_tensor_gets_what_it_gets_alone(interpreted, monkeypatch, coded):
     """Tensors of odd sizes, empty, unaligned, of several dtypes; more than a launch carries."""
     monkeypatch.setattr(adamw_triton, "BLOCK", 128)

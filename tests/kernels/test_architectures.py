@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 import architecture_table
 from compiled import launch_compiler
+from grids import by_turns
 from kernel_cases import kernel_cases
 from moe_graphs.kernels.gemm import heuristics, portable_pointer, portable_tma
 from moe_graphs.kernels.gemm import launch as gemm
@@ -42,7 +43,7 @@ SPILLS = 96
 # Bytes of shared memory a block may use, in CUDA's programming guide.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 UNKNOWN = (87, 110, 121)
-# Cases that some architecture has been too small for; each is compiled for all in every run.
+# Cases that some architecture has been too small for.
 LARGEST = ("grouped GEMM, rows", "grouped GEMM, weights", "RMS norm of a sum, 8192")
 CASES = kernel_cases()
 
@@ -53,11 +54,11 @@ def compiled(monkeypatch):
 
 
 def cases_by_architecture() -> list:
-    """All of them with `--long`; else each case for one architecture, by turns, and `LARGEST`."""
+    """All of them with `--long`; else each case for one architecture, by turns."""
     found = []
     for i, case in enumerate(CASES):
         for j, number in enumerate(TABLE):
-            short = i % len(TABLE) == j or case in LARGEST
+            short = i % len(TABLE) == j
             found.append(pytest.param(case, number, marks=() if short else pytest.mark.long))
     return found
 
@@ -78,9 +79,17 @@ def test_every_kernel_is_compiled_for_every_architecture_and_fits(compiled, case
     check(found, number, TABLE[number].shared)
 
 
-@pytest.mark.parametrize("number", UNKNOWN)
 @pytest.mark.parametrize(
-    "case", [c if c in LARGEST else pytest.param(c, marks=pytest.mark.long) for c in CASES]
+    ("number", "case"),
+    [
+        *by_turns(UNKNOWN, LARGEST),
+        *(
+            pytest.param(number, case, marks=pytest.mark.long)
+            for number in UNKNOWN
+            for case in CASES
+            if case not in LARGEST
+        ),
+    ],
 )
 def test_an_unknown_architecture_gets_portable_kernels_that_are_counted(compiled, case, number):
     before = portable_launches()

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from compiled import Compiled, check, launch_compiler  # noqa: E402
-from grids import grid  # noqa: E402
+from grids import few, grid  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
 from moe_graphs.kernels.gemm import sm90_common, tile_scheduler  # noqa: E402
@@ -53,10 +53,12 @@ def work(words: int) -> tile_scheduler.WorkList:
 
 @pytest.mark.parametrize(
     ("name", "transposed", "columns", "dtype"),
-    grid(
-        [*VARIANTS, "cooperative, cut along K"],
-        [False, True],
-        [(1024, BF16), (1024, FP16), (384, BF16)],
+    few(
+        grid(
+            [*VARIANTS, "cooperative, cut along K"],
+            [False, True],
+            [(1024, BF16), (1024, FP16), (384, BF16)],
+        )
     ),
 )
 def test_rows(compiled, name, transposed, columns, dtype):
@@ -94,11 +96,13 @@ def test_gathered_rows(compiled, columns, dtype):
 
 @pytest.mark.parametrize(
     ("name", "columns", "splits", "out_dtype", "add"),
-    grid(
-        VARIANTS,
-        [1024, 384],
-        [False, True],
-        [(BF16, ""), (FP32, ""), (FP32, "fetch"), (FP32, "reduce")],
+    few(
+        grid(
+            VARIANTS,
+            [1024, 384],
+            [False, True],
+            [(BF16, ""), (FP32, ""), (FP32, "fetch"), (FP32, "reduce")],
+        )
     ),
 )
 def test_weights(compiled, name, columns, splits, out_dtype, add):

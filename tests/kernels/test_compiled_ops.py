@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from compiled import check, launch_compiler
-from grids import grid
+from grids import by_turns, few, grid
 from moe_graphs import kernels
 from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
@@ -40,8 +40,8 @@ def test_elementwise(compiled, dtype):
             permute_triton.spread_rows(hidden, inverse, given, 512, False)
             permute_triton.collect_rows(rows, inverse, given)
         permute_triton.dot_rows(rows, inverse, hidden)
-        for limit, by_turns in ((0.0, False), (7.0, True), (7.0, False)):
-            swiglu_triton.swiglu_forward(rows, 1.7, limit, 1.0, by_turns)
+        for limit, turns in ((0.0, False), (7.0, True), (7.0, False)):
+            swiglu_triton.swiglu_forward(rows, 1.7, limit, 1.0, turns)
         for with_result in (True, False):
             swiglu_triton.swiglu_backward(rows, rows[:, :1440], with_result)
 
@@ -54,17 +54,19 @@ def test_elementwise(compiled, dtype):
 
 @pytest.mark.parametrize(
     ("experts", "top_k", "groups", "top_groups", "sigmoid", "biased", "coef"),
-    grid(
-        [
-            (128, 8, 1, 1),
-            (8, 2, 1, 1),
-            (256, 8, 8, 4),
-            (512, 32, 1, 1),
-            (100, 3, 4, 2),
-            (512, 8, 8, 4),
-        ],
-        [False, True],
-        [(True, 0.01), (False, 0.0)],
+    few(
+        grid(
+            [
+                (128, 8, 1, 1),
+                (8, 2, 1, 1),
+                (256, 8, 8, 4),
+                (512, 32, 1, 1),
+                (100, 3, 4, 2),
+                (512, 8, 8, 4),
+            ],
+            [False, True],
+            [(True, 0.01), (False, 0.0)],
+        )
     ),
 )
 def test_router(compiled, experts, top_k, groups, top_groups, sigmoid, biased, coef):
@@ -88,8 +90,7 @@ def test_router(compiled, experts, top_k, groups, top_groups, sigmoid, biased, c
         assert "atom" not in kernel.ptx
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("vocabulary", [256, 50257, 151936])
+@pytest.mark.parametrize(("vocabulary", "dtype"), by_turns([256, 50257, 151936], [BF16, FP32]))
 def test_cross_entropy(compiled, vocabulary, dtype):
     logits = torch.empty(4, vocabulary, dtype=dtype)
     targets = torch.zeros(4, dtype=torch.int64)
@@ -124,7 +125,7 @@ def test_cross_entropy(compiled, vocabulary, dtype):
 
 @pytest.mark.parametrize(
     ("norm", "heads", "kv_heads", "size", "dtype"),
-    grid(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32]),
+    few(grid(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32])),
 )
 def test_heads(compiled, norm, heads, kv_heads, size, dtype):
     qkv = torch.empty(2, 64, (heads + 2 * kv_heads) * size, dtype=dtype)
@@ -170,8 +171,9 @@ def test_rotary(compiled, heads, kv_heads, size, columns, dtype):
         check(kernel, wgmma=False)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("size", [64, 77, 128, 2048, 2880, 4096, 7168, 8192])
+@pytest.mark.parametrize(
+    ("size", "dtype"), by_turns([64, 77, 128, 2048, 2880, 4096, 7168, 8192], [FP32, BF16])
+)
 def test_rms_norm(compiled, size, dtype):
     x = torch.empty(64, size, dtype=dtype)
     for weight_dtype in {dtype, FP32}:
@@ -195,10 +197,12 @@ def test_rms_norm(compiled, size, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "update_dtype", "weight_dtype"),
-    [(BF16, BF16, BF16), (BF16, BF16, FP32), (FP32, BF16, FP32), (FP32, FP32, FP32)],
+    ("size", "dtype", "update_dtype", "weight_dtype"),
+    by_turns(
+        [77, 2048, 4096, 8192],
+        [(FP32, FP32, FP32), (BF16, BF16, BF16), (BF16, BF16, FP32), (FP32, BF16, FP32)],
+    ),
 )
-@pytest.mark.parametrize("size", [77, 2048, 4096, 8192])
 def test_add_rms_norm(compiled, size, dtype, update_dtype, weight_dtype):
     x, update = torch.empty(64, size, dtype=dtype), torch.empty(64, size, dtype=update_dtype)
     weight = torch.empty(size, dtype=weight_dtype)

@@ -269,7 +269,7 @@ def test_found_inf_leaves_everything_as_it_was(kernel):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
-@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("skipped", [pytest.param(False, marks=pytest.mark.long), True])
 def test_whole_steps_hold_the_kernel(kernel, skipped):
     """Replays of a step with the update in it are eager steps; also if the first is skipped."""
     found = []

@@ -20,7 +20,7 @@ from programs.running import judge
 from programs.specification import BlockSpec, Event, Program
 from programs.stepping import train_step
 
-OFTEN, ALWAYS, ALL, CHUNK = 80, 200, 2000, 100
+OFTEN, ALWAYS, ALL, CHUNK = 40, 200, 2000, 100
 SEEDS = [pytest.param(n, marks=pytest.mark.long if n >= OFTEN else ()) for n in range(ALWAYS)]
 pytestmark = pytest.mark.usefixtures("thawed")
 

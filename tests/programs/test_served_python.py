@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grids import by_turns
 from programs.cases import judge
 from programs.running import EQUAL
 from programs.served_python import EAGER, case
@@ -14,8 +15,7 @@ CASES = {each.name: each for each in case.cases}
 pytestmark = pytest.mark.usefixtures("thawed")
 
 
-@pytest.mark.parametrize("letter", LETTERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("letter", "name"), by_turns(list(LETTERS), list(CASES)))
 def test_a_program_is_served(name, letter):
     verdict = judge(CASES[name], LETTERS[letter])
     assert verdict.is_allowed, f"{verdict.outcome}: {verdict.detail}"

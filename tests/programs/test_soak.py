@@ -9,7 +9,10 @@ from training_runs import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("engine", soak.ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(n, marks=() if n == "scopes" else pytest.mark.long) for n in soak.ENGINES],
+)
 def test_everything_that_happens_in_a_long_run_is_bitwise_eager(engine, device):
     lines, run = soak.run(engine, device, 120, shorter=40)
     assert run.provoked == {"capture": 1, "audit": 1}

@@ -39,6 +39,17 @@ def by_pairs(*axes: Sequence[Any]) -> list[Any]:
     return [_parameter(axes, c, () if c in chosen else pytest.mark.long) for c in combinations]
 
 
+def few(places: Sequence[Any]) -> list[Any]:
+    """Parameters of a ``grid``, of which `long` marks those without a value that is new."""
+    found, had = [], set()
+    for place in places:
+        values = set(enumerate(place.values))
+        is_short = place.marks or not values <= had
+        found.append(place if is_short else pytest.param(*place.values, marks=pytest.mark.long))
+        had |= set() if place.marks else values
+    return found
+
+
 def pairs(combinations: Sequence[tuple]) -> list[Any]:
     """Parameters as in ``grid``, for combinations of which some are left out."""
     chosen = covering(combinations)
