@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_graphs.engine.buffer_lease import BufferLease
-from moe_graphs.engine.partial import graphed_scope
+from moe_graphs.engine.partial.graphed_scope import Backward
 from moe_graphs.engine.partial.recording import CallSite
 from moe_graphs.engine.partial.slots import Slot
 
@@ -25,7 +25,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     those of the backwards captured after it. If gradients are accumulated, only a first
     microbatch's graph may overwrite them.
     """
-    begin, replayed, reclaim = Slot.begin_replay, graphed_scope._replayed, Slot.reclaim_in_place
+    begin, replayed, reclaim = Slot.begin_replay, Backward.replayed, Slot.reclaim_in_place
 
     def begin_replay(slot, site, leaves):
         _overwrite([] if slot.accumulates else slot.sites)
@@ -34,9 +34,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     def later(slot, site):
         return [e for e in slot.sites if e.backward_position >= site.backward_position]
 
-    def backward(slot, pending, *others):
-        _overwrite([] if slot.accumulates else later(slot, pending.site))
-        return replayed(slot, pending, *others)
+    def backward(running, incoming):
+        _overwrite([] if running.slot.accumulates else later(running.slot, running.site))
+        return replayed(running, incoming)
 
     def begin_first(slot, site=None):
         free = reclaim(slot, site)
@@ -46,7 +46,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Slot, "begin_replay", begin_replay)
     monkeypatch.setattr(Slot, "reclaim_in_place", begin_first)
-    monkeypatch.setattr(graphed_scope, "_replayed", backward)
+    monkeypatch.setattr(Backward, "replayed", backward)
 
 
 def in_place(sites: Sequence[CallSite]) -> Iterator[BufferLease]:

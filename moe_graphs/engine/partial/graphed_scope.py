@@ -217,86 +217,13 @@ def _add_to_grad(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_add_(totals, addends)
 
 
-# ---- how gradients leave the static memory of a graph
-
-
-def outgoing(
-    slot: Slot,
-    site: CallSite,
-    recorded: RecordedBackward,
-    nodes: Callable[[], Sequence[Node | None]],
-) -> dict[int, Tensor | None]:
-    """The gradients by use, as tensors that autograd may take.
-
-    If a parameter has no ``.grad`` and nothing else ever writes to the static memory of its
-    gradient, autograd gets that memory itself and makes it ``.grad``. If the parameter has a
-    ``.grad`` already (in a later microbatch), autograd adds to it from the static memory, which is
-    leased until the next replay in the slot. In every other case (hooks, ``autograd.grad``, inputs)
-    the gradient is a copy. The copy is laid out like the parameter, so it can become ``.grad``
-    without another copy.
-
-    Args:
-        nodes: per use, the node of autograd that gets its gradient.
-    """
-    results: dict[int, Tensor | None] = {}
-    launches = recorded.launches
-    if recorded.has_some_in_place or any(map(_has_grad, recorded.parameters)):
-        results |= leased(slot, site, recorded, nodes)
-        launches = recorded.launches_without(tuple(results))
-    for launch in launches:
-        copies = list(map(torch.empty_like, launch.likes))
-        targets = list(map(unwrap, copies))
-        if len(copies) == 1:
-            targets[0].copy_(launch.gradients[0])
-        elif copies:
-            torch._foreach_copy_(targets, launch.gradients)
-        results.update(zip(launch.uses, copies, strict=True))
-    return results
-
-
-def leased(
-    slot: Slot,
-    site: CallSite,
-    recorded: RecordedBackward,
-    nodes: Callable[[], Sequence[Node | None]],
-    *,
-    in_place_only: bool = False,
-) -> dict[int, Tensor]:
-    """The gradients among those of ``outgoing`` that are leased static memory."""
-    found: dict[int, Tensor] = {}
-    added: list[BufferLease] = []
-    in_place: list[BufferLease] = []
-    for use, parameter, lease in recorded.of_parameters:
-        there = parameter.grad
-        if there is None:
-            leases = in_place if lease.in_place else None
-        else:
-            can_be_added = lease.can_be_added and there.layout is torch.strided
-            leases = added if can_be_added and not in_place_only else None
-        if leases is None:
-            continue
-        if not parameter._backward_hooks and accumulates(nodes()[use]):
-            found[use] = lease.hand_out()
-            leases.append(lease)
-        elif there is None:
-            lease.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
-    slot.grant(site, added=added, in_place=in_place)
-    return found
-
-
-def _has_grad(parameter: Tensor) -> bool:
-    return parameter.grad is not None
-
-
 # ---- the node of autograd that replays a scope
 
 
 class Replay(torch.autograd.Function):
     """The node of autograd that replays a scope: inputs and parameters in, outputs out.
 
-    It lists an input or parameter once per use, and gradients leave it as tensors of their own. The
-    backward replays a graph if one was captured for it. Otherwise it runs eagerly: on the autograd
-    graph of the capture as long as that exists, else by computing the forward anew.
+    It lists an input or parameter once per use, and gradients leave it as tensors of their own.
     """
 
     @staticmethod
@@ -329,67 +256,11 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        # A backward that no graph serves runs the forward anew, within the blocks of the forward.
-        run = recomputed_within(_backward, ctx.blocks) if ctx.blocks else _backward
-        return run(ctx, *gradients)
-
-
-def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    slot, pending, recorder, delayed = ctx.parts
-    slot.check_alive(pending)
-    forward = pending.site.forward
-    pending.site.check_plain(gradients)
-    nodes = _Nodes(ctx)
-    results: dict[int, Tensor | None] = {}
-    # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
-    is_second_part = pending.is_done and forward.is_split
-    if pending.is_over and slot.retains():
-        return _another(slot, pending, recorder, gradients)
-    if not is_second_part or _wants(nodes(), forward.listed, int):
-        slot.check(pending)
-        pending.note_gradients(gradients)
-        pairs = zip(gradients, forward.differentiable, strict=True)
-        incoming = [gradient for gradient, needed in pairs if needed]
-        results |= _first_part(slot, pending, recorder, incoming, nodes)
-        if pending.is_first_in_fp8:
-            fp8.update_scales_of_backwards()
-    pending.check_gradients(gradients)
-    if forward.is_split and _wants(nodes(), forward.listed, Tensor):
-        if delayed.is_collecting:
-            delayed.collect(pending, _part(slot, pending, recorder))
-        else:
-            results |= _weights_part(slot, pending, recorder, nodes)
-    return (None, None, None, None, None, *map(results.get, range(len(forward.listed))))
-
-
-def _another(
-    slot: Slot, pending: PendingBackward, recorder: Recorder, gradients: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    """One more backward of a forward whose graph was retained; no recording serves it."""
-    slot.check(pending)
-    pairs = zip(gradients, pending.site.forward.differentiable, strict=True)
-    incoming = [gradient for gradient, needed in pairs if needed]
-    pending.site.planned.ran_backward_eagerly("second_backward")
-    return (None, None, None, None, None, *recompute(recorder.backend, pending, incoming))
-
-
-class _Nodes:
-    """The node that gets the gradient, per use. Autograd is asked only when it is needed."""
-
-    def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
-        self._found: list[Node | None] | None = None
-
-    def __call__(self) -> Sequence[Node | None]:
-        if self._found is None:
-            self._found = [node for node, _ in self._ctx.next_functions]
-        return self._found
-
-
-def _wants(nodes: Sequence[Node | None], listed: Sequence[int | Tensor], kind: type) -> bool:
-    """Whether the running backward needs a gradient of an input (``int``) or parameter."""
-    return any(is_wanted(n) for n, each in zip(nodes, listed, strict=True)
-               if isinstance(each, kind))  # fmt: skip
+        slot, pending, recorder, delayed = ctx.parts
+        run = Backward(slot, pending, recorder, delayed, ctx).run
+        if ctx.blocks:  # where no graph serves it, the forward runs anew
+            run = recomputed_within(run, ctx.blocks)
+        return (None, None, None, None, None, *run(gradients))
 
 
 # This skips the checks of ``Function.apply`` in Python: there is no transform here, and no wrapper.
@@ -413,100 +284,209 @@ def replay(
     return leaves_of_outputs(forward.output_leaves, produced, leaves)
 
 
-def _part(slot: Slot, pending: PendingBackward, recorder: Recorder) -> WeightsPart:
-    listed = enumerate(pending.site.forward.listed)
-    parameters = {use: each for use, each in listed if isinstance(each, Tensor)}
+class Backward:
+    """One backward of a replayed forward, or a part of it.
 
-    def compute() -> list[Tensor | None]:
-        gradients = _weights_part(slot, pending, recorder, None)
-        return [gradients.get(use) for use in parameters]
+    It replays a graph if one was captured for it. Otherwise it runs eagerly: on the autograd graph
+    of the capture as long as that exists, else by computing the forward anew.
 
-    return WeightsPart(list(parameters.values()), compute)
-
-
-def _weights_part(
-    slot: Slot, pending: PendingBackward, recorder: Recorder, nodes: _Nodes | None
-) -> dict[int, Tensor | None]:
-    """Gradients of the parameters by use, if they are computed apart.
-
-    Without ``nodes`` they are static memory, good until the next replay in the slot.
+    Args:
+        node: the running node of autograd; None where weight gradients are asked for later.
     """
-    site = pending.site
-    slot.weights_done(pending)
-    if pending.weight_gradients is not None:
-        return pending.weight_gradients
-    if site.weights is None:
-        assert site.run is not None
-        second_uses = site.run.second_uses  # a failed capture drops the run
-        gradients = recorder.backward_of_weights(slot, pending)
-        return dict(zip(second_uses, gradients, strict=True))
-    slot.backward_pool.added.reclaim()
-    if site.weights.graph is not None:
-        site.weights.graph.replay()
-    if nodes is None:
-        return dict(zip(site.weights.uses, site.weights.gradients, strict=True))
-    return outgoing(slot, site, site.weights, nodes)
 
+    def __init__(
+        self,
+        slot: Slot,
+        pending: PendingBackward,
+        recorder: Recorder,
+        delayed: DelayedWeights,
+        node: Any = None,
+    ) -> None:
+        self.slot, self.pending, self.site = slot, pending, pending.site
+        self.recorder, self.delayed, self._node = recorder, delayed, node
+        self._behind: list[Node | None] | None = None
 
-def _first_part(
-    slot: Slot,
-    pending: PendingBackward,
-    recorder: Recorder,
-    incoming: Sequence[Tensor | None],
-    nodes: _Nodes,
-) -> dict[int, Tensor | None]:
-    """The gradients by use: all of them or, if the backward is split, those of the inputs."""
-    site = pending.site
-    reason = slot.unreplayable(pending, layouts_of(incoming))
-    if reason is None:
-        slot.backward_done(pending, replayed=True)
-        return _replayed(slot, pending, recorder, incoming, nodes)
-    if site.open is not None:
-        results = recorder.backward(slot, pending, incoming)
-        slot.backward_done(pending, replayed=site.backward is not None)
-        failed = site.planned.refused or recorder.failure
-        # The replay has left the same gradients in place.
-        if site.backward is not None and not failed:
-            results |= leased(slot, site, site.first or site.backward, nodes, in_place_only=True)
-        return results
-    site.planned.ran_backward_eagerly(reason)
-    gradients = dict(enumerate(recompute(recorder.backend, pending, incoming)))
-    backward, forward = site.backward, site.forward
-    has_other_layout = reason == "other_layout" and not forward.is_split
-    if (
-        has_other_layout
-        and backward is not None
-        and _fits(backward, incoming)
-        and slot.backward_pool.added.reclaim()
-    ):
-        slot.backward_done(pending, replayed=True)
-        _copy_in(backward, incoming)
-        if recorder.verification.agrees(pending, backward, gradients):
-            site.verified_layouts.add(layouts_of(incoming))
+    def run(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients per use, given those of the outputs."""
+        slot, pending, forward = self.slot, self.pending, self.site.forward
+        slot.check_alive(pending)
+        self.site.check_plain(gradients)
+        results: dict[int, Tensor | None] = {}
+        # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
+        is_second_part = pending.is_done and forward.is_split
+        if pending.is_over and slot.retains():
+            # No recording serves one more backward of a forward whose graph was retained.
+            slot.check(pending)
+            return self._recomputed("second_backward", self._incoming(gradients))
+        if not is_second_part or self._wants(int):
+            slot.check(pending)
+            pending.note_gradients(gradients)
+            results |= self._first_part(self._incoming(gradients))
+            if pending.is_first_in_fp8:
+                fp8.update_scales_of_backwards()
+        pending.check_gradients(gradients)
+        if forward.is_split and self._wants(Tensor):
+            if self.delayed.is_collecting:
+                self.delayed.collect(pending, self._part_for_later())
+            else:
+                results |= self._weights_part()
+        return list(map(results.get, range(len(forward.listed))))
+
+    def _incoming(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the differentiable outputs."""
+        pairs = zip(gradients, self.site.forward.differentiable, strict=True)
+        return [gradient for gradient, needed in pairs if needed]
+
+    def nodes(self) -> Sequence[Node | None]:
+        """The node that gets the gradient, per use. Autograd is asked only when it is needed."""
+        if self._behind is None:
+            self._behind = [node for node, _ in self._node.next_functions]
+        return self._behind
+
+    def _wants(self, kind: type) -> bool:
+        """Whether the running backward needs a gradient of an input (``int``) or parameter."""
+        listed = zip(self.nodes(), self.site.forward.listed, strict=True)
+        return any(is_wanted(node) for node, each in listed if isinstance(each, kind))
+
+    # ---- the first part: all gradients or, if the backward is split, those of the inputs
+
+    def _first_part(self, incoming: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        slot, site, pending = self.slot, self.site, self.pending
+        reason = slot.unreplayable(pending, layouts_of(incoming))
+        if reason is None:
+            slot.backward_done(pending, replayed=True)
+            return self.replayed(incoming)
+        if site.open is not None:
+            results = self.recorder.backward(slot, pending, incoming)
+            slot.backward_done(pending, replayed=site.backward is not None)
+            failed = site.planned.refused or self.recorder.failure
+            # The replay has left the same gradients in place.
+            if site.backward is not None and not failed:
+                results |= self._leased(site.first or site.backward, in_place_only=True)
+            return results
+        gradients = dict(enumerate(self._recomputed(reason, incoming)))
+        backward, is_split = site.backward, site.forward.is_split
+        if (
+            reason == "other_layout"
+            and not is_split
+            and backward is not None
+            and _fits(backward, incoming)
+            and slot.backward_pool.added.reclaim()
+        ):
+            slot.backward_done(pending, replayed=True)
+            _copy_in(backward, incoming)
+            if self.recorder.verification.agrees(pending, backward, gradients):
+                site.verified_layouts.add(layouts_of(incoming))
+            return gradients
+        slot.backward_done(pending, replayed=False)
+        if is_split:
+            is_parameter = [isinstance(each, Tensor) for each in site.forward.listed]
+            pending.weight_gradients = {n: g for n, g in gradients.items() if is_parameter[n]}
+            return {n: g for n, g in gradients.items() if not is_parameter[n]}
         return gradients
-    slot.backward_done(pending, replayed=False)
-    if forward.is_split:
-        is_parameter = {n: isinstance(each, Tensor) for n, each in enumerate(forward.listed)}
-        pending.weight_gradients = {n: g for n, g in gradients.items() if is_parameter[n]}
-        return {n: g for n, g in gradients.items() if not is_parameter[n]}
-    return gradients
+
+    def _recomputed(self, reason: str, incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of an eager backward, whose forward is computed anew; it is counted."""
+        self.site.planned.ran_backward_eagerly(reason)
+        return recompute(self.recorder.backend, self.pending, incoming)
+
+    def replayed(self, incoming: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        recorded = self.slot.backward_to_replay(self.site)
+        _copy_in(recorded, incoming)
+        if recorded.anew is not None:
+            recorded.replay(self.recorder.backend, self.pending.random)
+        elif recorded.graph is not None:
+            recorded.graph.replay()
+        return self._outgoing(recorded)
+
+    # ---- the gradients of weights, if they are computed apart
+
+    def _part_for_later(self) -> WeightsPart:
+        listed = enumerate(self.site.forward.listed)
+        parameters = {use: each for use, each in listed if isinstance(each, Tensor)}
+        later = Backward(self.slot, self.pending, self.recorder, self.delayed)
+
+        def compute() -> list[Tensor | None]:
+            gradients = later._weights_part()
+            return [gradients.get(use) for use in parameters]
+
+        return WeightsPart(list(parameters.values()), compute)
+
+    def _weights_part(self) -> dict[int, Tensor | None]:
+        """Gradients of the parameters by use.
+
+        Without a running node they are static memory, good until the next replay in the slot.
+        """
+        slot, site, pending = self.slot, self.site, self.pending
+        slot.weights_done(pending)
+        if pending.weight_gradients is not None:
+            return pending.weight_gradients
+        if site.weights is None:
+            assert site.run is not None
+            second_uses = site.run.second_uses  # a failed capture drops the run
+            gradients = self.recorder.backward_of_weights(slot, pending)
+            return dict(zip(second_uses, gradients, strict=True))
+        slot.backward_pool.added.reclaim()
+        if site.weights.graph is not None:
+            site.weights.graph.replay()
+        if self._node is None:
+            return dict(zip(site.weights.uses, site.weights.gradients, strict=True))
+        return self._outgoing(site.weights)
+
+    # ---- how gradients leave the static memory of a graph
+
+    def _outgoing(self, recorded: RecordedBackward) -> dict[int, Tensor | None]:
+        """The gradients by use, as tensors that autograd may take.
+
+        If a parameter has no ``.grad`` and nothing else ever writes to the static memory of its
+        gradient, autograd gets that memory itself and makes it ``.grad``. If the parameter has a
+        ``.grad`` already (in a later microbatch), autograd adds to it from the static memory, which
+        is leased until the next replay in the slot. In every other case (hooks, ``autograd.grad``,
+        inputs) the gradient is a copy. The copy is laid out like the parameter, so it can become
+        ``.grad`` without another copy.
+        """
+        results: dict[int, Tensor | None] = {}
+        launches = recorded.launches
+        if recorded.has_some_in_place or any(map(_has_grad, recorded.parameters)):
+            results |= self._leased(recorded)
+            launches = recorded.launches_without(tuple(results))
+        for launch in launches:
+            copies = list(map(torch.empty_like, launch.likes))
+            targets = list(map(unwrap, copies))
+            if len(copies) == 1:
+                targets[0].copy_(launch.gradients[0])
+            elif copies:
+                torch._foreach_copy_(targets, launch.gradients)
+            results.update(zip(launch.uses, copies, strict=True))
+        return results
+
+    def _leased(
+        self, recorded: RecordedBackward, *, in_place_only: bool = False
+    ) -> dict[int, Tensor]:
+        """The gradients among the outgoing ones that are leased static memory."""
+        found: dict[int, Tensor] = {}
+        added: list[BufferLease] = []
+        in_place: list[BufferLease] = []
+        for use, parameter, lease in recorded.of_parameters:
+            there = parameter.grad
+            if there is None:
+                leases = in_place if lease.in_place else None
+            else:
+                can_be_added = lease.can_be_added and there.layout is torch.strided
+                leases = added if can_be_added and not in_place_only else None
+            if leases is None:
+                continue
+            if not parameter._backward_hooks and accumulates(self.nodes()[use]):
+                found[use] = lease.hand_out()
+                leases.append(lease)
+            elif there is None:
+                lease.copied["hooks" if parameter._backward_hooks else "asked_for"] += 1
+        self.slot.grant(self.site, added=added, in_place=in_place)
+        return found
 
 
-def _replayed(
-    slot: Slot,
-    pending: PendingBackward,
-    recorder: Recorder,
-    incoming: Sequence[Tensor | None],
-    nodes: _Nodes,
-) -> dict[int, Tensor | None]:
-    site = pending.site
-    recorded = slot.backward_to_replay(site)
-    _copy_in(recorded, incoming)
-    if recorded.anew is not None:
-        recorded.replay(recorder.backend, pending.random)
-    elif recorded.graph is not None:
-        recorded.graph.replay()
-    return outgoing(slot, site, recorded, nodes)
+def _has_grad(parameter: Tensor) -> bool:
+    return parameter.grad is not None
 
 
 def _fits(recorded: RecordedBackward, incoming: Sequence[Tensor | None]) -> bool:
