@@ -299,6 +299,16 @@ class Signature:
         """Whether a call has no difference."""
         return next(self.mismatches(structure, leaves), None) is None
 
+    def anew(self, leaves: Sequence[Any], make: Callable[[int, Tensor], Tensor]) -> list[Any]:
+        """The leaves with ``make(number, tensor)`` for each tensor; the same one stays the same."""
+        made: list[Any] = []
+        for number, (first, leaf) in enumerate(zip(self.first, leaves, strict=True)):
+            if not isinstance(leaf, Tensor):
+                made.append(leaf)
+            else:
+                made.append(made[first] if first < number else make(number, leaf))
+        return made
+
     def tensors(self) -> list[int]:
         """The numbers of the leaves that are tensors."""
         return [i for i, spec in enumerate(self.leaves) if isinstance(spec, TensorSpec)]

@@ -50,7 +50,6 @@ from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
 from moe_graphs.engine.tensors import (
     Mismatch,
     OutputLeaf,
-    TensorSpec,
     address,
     as_leaf,
     copy_to,
@@ -231,23 +230,16 @@ class Recorder:
         self, slot: Slot, call: ScopeCall
     ) -> tuple[list[Any], dict[int, tuple[CallSite, int]]]:
         """Static inputs with the call's values; unchanged outputs of the slot are read in place."""
-        inputs: list[Any] = []
         sources: dict[int, tuple[CallSite, int]] = {}
-        for index, (spec, leaf) in enumerate(zip(call.signature.leaves, call.leaves, strict=True)):
-            first = call.signature.first[index]
-            if not isinstance(spec, TensorSpec):
-                inputs.append(leaf)
-            elif first < index:
-                inputs.append(inputs[first])
-            else:
-                source = slot.output_at(leaf)
-                if source is None:
-                    static = static_copy(leaf)
-                else:
-                    sources[index] = source
-                    static = source[0].forward.outputs[source[1]].detach()
-                inputs.append(as_leaf(static, spec.requires_grad))
-        return inputs, sources
+
+        def static(index: int, leaf: Tensor) -> Tensor:
+            source = slot.output_at(leaf)
+            if source is None:
+                return as_leaf(static_copy(leaf), leaf.requires_grad)
+            sources[index] = source
+            return as_leaf(source[0].forward.outputs[source[1]].detach(), leaf.requires_grad)
+
+        return call.signature.anew(call.leaves, static), sources
 
     # ---- backward
 

@@ -375,15 +375,10 @@ class Recomputed(Saved):
 
     def _compute(self) -> None:
         self._found.clear()
-        inputs: list[Any] = []
-        for first, value in zip(self._forward.signature.first, self._inputs, strict=True):
-            if not isinstance(value, Tensor):
-                inputs.append(value)
-            elif first < len(inputs):
-                inputs.append(inputs[first])
-            else:
-                is_cached = self._forward.conditions.context.has_autocast_cache
-                inputs.append(as_leaf(value.detach(), value.requires_grad, is_cached))
+        is_cached = self._forward.conditions.context.has_autocast_cache
+        inputs = self._forward.signature.anew(
+            self._inputs, lambda _, each: as_leaf(each.detach(), each.requires_grad, is_cached)
+        )
         hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unread)
         # The guards of the forward know already what its Python reads, so nobody watches it again.
         drawing = self._backend.drawing_from(self._random)

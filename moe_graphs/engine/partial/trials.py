@@ -102,16 +102,12 @@ class ScopeCall:
 
         Leased ones are copied, because garbage of the run would hold them as a caller does.
         """
-        made: list[Any] = []
-        for number, (first, leaf) in enumerate(zip(self.signature.first, self.leaves, strict=True)):
-            if first < number:
-                made.append(made[first])
-            elif isinstance(leaf, Tensor):
-                own = static_copy(leaf) if number in self.leased else leaf.detach()
-                made.append(as_leaf(own, leaf.requires_grad))
-            else:
-                made.append(leaf)
-        return made
+
+        def detached(number: int, leaf: Tensor) -> Tensor:
+            own = static_copy(leaf) if number in self.leased else leaf.detach()
+            return as_leaf(own, leaf.requires_grad)
+
+        return self.signature.anew(self.leaves, detached)
 
     def constants(self) -> dict[str, Any]:
         """Arguments that are no tensors, by name; objects may change inside."""

@@ -59,10 +59,13 @@ def compute_anew(
     """
     site, forward = pending.site, pending.site.forward
     is_cached = forward.conditions.context.has_autocast_cache
-    pairs = enumerate(forward.inputs)
-    inputs = [_leaf(leaf, i in forward.linked, is_cached) for i, leaf in pairs]
-    for number, first in enumerate(forward.signature.first):
-        inputs[number] = inputs[first] if isinstance(inputs[number], Tensor) else inputs[number]
+
+    def leaf(number: int, static: Tensor) -> Tensor:
+        # A linked one is copied, because garbage of the run would hold it as a caller does.
+        own = static_copy(static) if number in forward.linked else static.detach()
+        return as_leaf(own, static.requires_grad, is_cached)
+
+    inputs = forward.signature.anew(forward.inputs, leaf)
     module = site.planned.scope.module
     aliases = ParameterAliases([module])
     # A scope that keeps its inputs only writes twice, as under torch's checkpoint.
@@ -76,14 +79,6 @@ def compute_anew(
         return difference, _gradients(site, aliases, inputs, live, incoming)
     finally:
         written.put_back()  # after the backward, which may read what its forward has written
-
-
-def _leaf(leaf: object, is_leased: bool, is_cached: bool) -> object:
-    """The input for a run; a leased one is copied, because garbage of the run would hold it."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    own = static_copy(leaf) if is_leased else leaf.detach()
-    return as_leaf(own, leaf.requires_grad, is_cached)
 
 
 def _outputs(site: CallSite, outputs: object) -> tuple[list[Tensor], list[Tensor]]:

@@ -155,15 +155,10 @@ class StaticBatch:
         unsupported = signature.unsupported()
         if unsupported is not None:
             raise CaptureError(unsupported)
-        leaves: list[Any] = []
-        for spec, first, leaf in zip(
-            signature.leaves, signature.first, pytree.tree_leaves(batch), strict=True
-        ):
+        for spec in signature.leaves:
             if isinstance(spec, TensorSpec):
                 _check(spec, device)
-                leaves.append(static_copy(leaf) if first == len(leaves) else leaves[first])
-            else:
-                leaves.append(leaf)
+        leaves = signature.anew(pytree.tree_leaves(batch), lambda _, leaf: static_copy(leaf))
         return cls(signature, tuple(leaves))
 
     def tree(self) -> Any:
