@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 
-def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
-    """Every node that the outputs depend on, once, in a deterministic order."""
-    seen: set[Node] = set()
+def nodes_behind(outputs: Sequence[Tensor], inputs: Iterable[Tensor] = ()) -> Iterator[Node]:
+    """Every node from the outputs up to the inputs, once, in a deterministic order."""
+    seen: set[Node | None] = {tensor.grad_fn for tensor in inputs}
     stack = [output.grad_fn for output in reversed(outputs)]
     while stack:
         node = stack.pop()

@@ -303,7 +303,7 @@ class CallableGraphs:
             CaptureError: if a call may use up something that nobody can put back, such as an
                 iterator.
         """
-        guards = list(map(self._guards, calls))
+        guards = self._guards(calls)
         for each in guards:
             each.check_followable()
         return Snapshot(
@@ -314,9 +314,8 @@ class CallableGraphs:
             gradients_of=self.model.parameters(),
         )
 
-    def _guards(self, call: ScopeCall) -> Guards:
-        trials = Trials(self.model, self.backend)
-        return trials.guards(call, trials.names_before_running(call), ())
+    def _guards(self, calls: Sequence[ScopeCall]) -> list[Guards]:
+        return list(map(Trials(self.model, self.backend).guards_before_running, calls))
 
     def _capture(self, plan: Plan, calls: Sequence[ScopeCall], options: CaptureOptions) -> None:
         ranks = self._audits.ranks
@@ -325,7 +324,7 @@ class CallableGraphs:
         memory = memory_plan(plan, measured, options.split)
         eager_bytes = {number: each.eager_bytes for number, each in measured.items()}
         # Guards are made after a first run: a table that it makes is no change.
-        tried = list(map(self._guards, calls))
+        tried = self._guards(calls)
         given: dict[str, Any] = {"verify": options.verify, "audits": self._audits}
         recorder = Recorder(self.model, self.backend, split=options.split, **given)
         chunks = [

@@ -230,7 +230,8 @@ class AuditedCall:
             ) is not None:
                 copied.add(number)
             seen.add(storage)
-        return ScopeCall(self._scope, signature, self._leaves, arguments, {}, frozenset(copied))
+        leased = frozenset(copied)
+        return ScopeCall(self._scope, signature, self._leaves, arguments, leased=leased)
 
     def _named(self) -> dict[str, Tensor]:
         """Tensors of the capture, for messages."""

@@ -676,7 +676,7 @@ class GraphedScope:
 
     def _scope_call(self, inputs: Any, call: Call, signature_id: int) -> ScopeCall:
         signature = self.graphs.observation.calls_by_signature[signature_id].signature
-        return ScopeCall(self.scope, signature, flatten(inputs)[0], call, {})
+        return ScopeCall(self.scope, signature, flatten(inputs)[0], call)
 
     def _replay(self, captured: Captured, inputs: Any, planned: Any, call: Call) -> Any:
         """Replays the call, or runs it eagerly.
@@ -736,7 +736,7 @@ class GraphedScope:
             return mismatch
         signature = site.planned.signature
         leased = frozenset(i for i in signature.tensors() if slot.output_at(leaves[i]) is not None)
-        call = ScopeCall(self.scope, signature, leaves, arguments, {}, leased)
+        call = ScopeCall(self.scope, signature, leaves, arguments, leased=leased)
         try:
             with site.planned.ranks.together():
                 expected = recorder.record_forward(slot, site, call)

@@ -295,15 +295,8 @@ def casts_between(
 
     The number says which gradient of the node goes to the cast.
     """
-    seen = {tensor.grad_fn for tensor in inputs}
-    stack = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(outputs, inputs):
         for index, (following, _) in enumerate(node.next_functions):
-            stack.append(following)
             if following is None or following.name() != "ToCopyBackward0":
                 continue
             if _is_of_a_parameter(following.next_functions[0][0]):

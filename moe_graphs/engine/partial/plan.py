@@ -6,7 +6,7 @@ backwards ran in one backward of autograd (``Event.task``). Microbatches with sc
 belong to one chunk. The most common sequence of calls of a chunk is captured once for each of the
 microbatches that were in flight at once (a **slot**). So graphs and memory grow with the depth of a
 pipeline and not with the number of microbatches. If a microbatch calls a scope twice (a repeated
-layer), the scope gets two call sites. This module imports no torch.
+layer), the scope gets two call sites.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ written, and how much memory the call takes. A replay has to compute what the tr
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
 
@@ -63,7 +64,7 @@ class ScopeCall:
     signature: Signature
     leaves: Sequence[Any]
     arguments: Call
-    hooks: Hooks
+    hooks: Hooks = field(default_factory=dict)
     leased: frozenset[int] = frozenset()
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, Exit | None]:
@@ -220,10 +221,10 @@ class Trials:
         state = TorchState(self.backend.device.type)
         check_capturable(call, state, is_observed=accessed is not None)
         guards: list[Guards] = []
-        before_all = None if accessed is not None else self._guards_before(call)
+        before_all = None if accessed is not None else self.guards_before_running(call)
         if accessed is not None:
             accessed.check_impure_calls(asked=bytecode_names.OF_HISTORY)
-            guards = [self.guards(call, accessed, ())]
+            guards = [self.guards(call, accessed)]
             guards[0].check_hooks()
             guards[0].check_keys()
         forwards, backwards = list[Trace](), list[Trace]()
@@ -240,7 +241,7 @@ class Trials:
                 if any(finds):
                     _check_settles(tried)
                     call = call.with_attributes(had_inputs)
-                    guards = [] if accessed is None else [self.guards(call, accessed, ())]
+                    guards = [] if accessed is None else [self.guards(call, accessed)]
                     forwards, backwards = [], []
                     continue
                 if guards or runs == 1:  # the very first run does not know yet what is an input
@@ -270,11 +271,12 @@ class Trials:
         groups = set().union(*(trace.groups for trace in (*forwards, *backwards)))
         return TriedCall(call, memory, groups)
 
-    def _guards_before(self, call: ScopeCall) -> Guards:
-        return self.guards(call, self.names_before_running(call), ())
+    def guards_before_running(self, call: ScopeCall) -> Guards:
+        """Guards on everything that the call may read, found by its code alone."""
+        return self.guards(call, self.names_before_running(call))
 
     def guards(
-        self, call: ScopeCall, accessed: AccessedNames, addresses: Collection[int]
+        self, call: ScopeCall, accessed: AccessedNames, addresses: Collection[int] = ()
     ) -> Guards:
         module = call.scope.module
         roots = {"": module, "forward": call.scope.forward, **call.constants()}
@@ -305,7 +307,7 @@ class Trials:
         return names_before_running(
             [call.scope.forward],
             call.scope.module.modules(),
-            lambda accessed: self.guards(call, accessed, ()),
+            functools.partial(self.guards, call),
         )
 
     def known(self) -> list[Tensor]:
@@ -359,7 +361,7 @@ class Trials:
 
     def _check_not_kept(self, outputs: Any, call: ScopeCall, accessed: AccessedNames) -> None:
         returned = {id(each) for each in containers_in(outputs)}
-        contents = self.guards(call, accessed, ()).contents if returned else ()
+        contents = self.guards(call, accessed).contents if returned else ()
         kept = next((each.name for each, _ in contents if id(each.holder) in returned), None)
         if kept is not None:
             raise CaptureError(
@@ -443,7 +445,7 @@ class Tried:
 
     def __init__(self, trials: Trials, call: ScopeCall, accessed: AccessedNames) -> None:
         self._trials, self._reads = trials, accessed
-        self._guards = trials.guards(call, accessed, ())
+        self._guards = trials.guards(call, accessed)
 
     def again_if_changed(self, call: ScopeCall) -> None:
         """Tries the call again if it has changed; what the call can reach stays as it is.
@@ -453,13 +455,13 @@ class Tried:
         """
         if self._guards.mismatch() is None:
             return
-        self._trials.guards(call, self._reads, ()).check_hooks()
+        self._trials.guards(call, self._reads).check_hooks()
         reached = self._trials.names_before_running(call)
-        guards = self._trials.guards(call, AccessedNames.together(self._reads, reached), ())
+        guards = self._trials.guards(call, AccessedNames.together(self._reads, reached))
         with Snapshot(guards=[guards]):
             self._trials.forward_and_backward(call, self._reads)
             guards.check_unchanged()
-        self._guards = self._trials.guards(call, self._reads, ())
+        self._guards = self._trials.guards(call, self._reads)
 
 
 def containers_in(tree: Any) -> list[Any]:
