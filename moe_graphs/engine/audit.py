@@ -211,6 +211,13 @@ class Comparison(Operations):
         return f"{name}, from element {where} on, with strides {strides}"
 
 
+def named_tensors(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a capture, by the names that messages use."""
+    named = {f"input {name!r}": each for name, each in inputs.items()}
+    named |= {f"parameter {name!r}": each for name, each in model.named_parameters()}
+    return named | {f"buffer {name!r}": each for name, each in model.named_buffers()}
+
+
 class UndoneError(Exception):
     """Memory ran out in an audited call, and everything has been put back.
 

@@ -26,6 +26,7 @@ from moe_graphs.engine.audit import (
     Comparison,
     Stream,
     UndoneError,
+    named_tensors,
 )
 from moe_graphs.engine.autograd import keeps_graph
 from moe_graphs.engine.partial.capture import CapturedForward, Recorder
@@ -234,12 +235,9 @@ class AuditedCall:
         return ScopeCall(self._scope, signature, self._leaves, arguments, leased=leased)
 
     def _named(self) -> dict[str, Tensor]:
-        """Tensors of the capture, for messages."""
-        model, forward = self._recorder.model, self.site.forward
-        names = [f"input {spec.name!r}" for spec in forward.signature.leaves]
-        named = {names[number]: forward.inputs[number] for number in forward.loaded}
-        named |= {f"parameter {name!r}": each for name, each in model.named_parameters()}
-        return named | {f"buffer {name!r}": each for name, each in model.named_buffers()}
+        forward = self.site.forward
+        inputs = {forward.signature.leaves[i].name: forward.inputs[i] for i in forward.loaded}
+        return named_tensors(self._recorder.model, inputs)
 
     def _compare(
         self, comparison: Comparison, structure: Any, of_leaves: Any, listed: Any, exit: Any

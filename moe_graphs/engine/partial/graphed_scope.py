@@ -640,7 +640,7 @@ class GraphedScope:
     def _observe(self, inputs: Any, planned: Any, call: Call) -> Any:
         self.eager_calls["warmup"] += 1
         observation = self.graphs.observation
-        number, signature_id, _ = observation.forward(self.scope, planned, self.use_reentrant)
+        number, signature_id = observation.forward(self.scope, planned, self.use_reentrant)
         linked = observation.linked(planned)
         accessed = AccessedNames()
         if not self.graphs.wants_trials(signature_id):

@@ -72,13 +72,9 @@ class Observation:
 
     def forward(
         self, scope: Scope, inputs: Any, use_reentrant: bool | None = None
-    ) -> tuple[int, int, bool]:
-        """Notes a call.
-
-        Returns its number in this step, the number of its signature, and whether the signature is
-        new.
-        """
-        signature_id, is_new = self._signature_id(scope, inputs, use_reentrant)
+    ) -> tuple[int, int]:
+        """Notes a call. Returns its number in this step, and the number of its signature."""
+        signature_id = self._signature_id(scope, inputs, use_reentrant)
         number = self._calls
         self._calls += 1
         if not self.events:
@@ -87,7 +83,7 @@ class Observation:
             is_later = any(event.scope == scope.name for event in self.events)
             (self.accumulating if is_later else self.with_gradients).add(scope.name)
         self.events.append(Event("F", scope.name, number, signature_id=signature_id))
-        return number, signature_id, is_new
+        return number, signature_id
 
     def linked(self, inputs: Any) -> list[int]:
         """The numbers of the leaves that are unchanged outputs of earlier calls."""
@@ -97,7 +93,7 @@ class Observation:
     def produced(self, number: int, scope: Scope, outputs: Any, inputs: Any = ()) -> None:
         """Notes the outputs of a call, and listens for its backward."""
         listener = _Listener(self, scope.name, number)
-        tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves(outputs)
         for leaf in tensors:
             self._outputs[id(leaf)] = weakref.ref(leaf)
             if leaf.grad_fn is not None:
@@ -188,17 +184,15 @@ class Observation:
                 _SEPARATE_WEIGHT_BACKWARD,
             )
 
-    def _signature_id(
-        self, scope: Scope, inputs: Any, use_reentrant: bool | None
-    ) -> tuple[int, bool]:
+    def _signature_id(self, scope: Scope, inputs: Any, use_reentrant: bool | None) -> int:
         leaves, structure = flatten(inputs)
         for number, known in enumerate(self.calls_by_signature):
             is_alike = known.scope is scope and known.use_reentrant is use_reentrant
             if is_alike and known.signature.fits(structure, leaves):
-                return number, False
+                return number
         signature = Signature.of(inputs, scope.name_input)
         self.calls_by_signature.append(ObservedCall(scope, signature, use_reentrant))
-        return len(self.calls_by_signature) - 1, True
+        return len(self.calls_by_signature) - 1
 
     def _is_output(self, leaf: Any) -> bool:
         reference = self._outputs.get(id(leaf))

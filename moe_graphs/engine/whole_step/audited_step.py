@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
-from moe_graphs.engine.audit import Comparison
+from moe_graphs.engine.audit import Comparison, named_tensors
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import apart, is_sharded_by_fsdp, owned_leaves, tensor_leaves
 from moe_graphs.engine.whole_step import fsdp
@@ -116,13 +117,7 @@ def audited_step(
     lasting = [*definition.model.parameters(), *definition.model.buffers()]
     given = apart(leaves, lasting, recorded.batch.signature.first)
     origins = origins_of_step(definition, recorded.batch, given, gradients_of(parameters))
-
-    def named() -> dict[str, Tensor]:
-        model, batch = definition.model, recorded.batch
-        named = {f"input {name!r}": each for name, each in batch.named_tensors().items()}
-        named |= {f"parameter {name!r}": each for name, each in model.named_parameters()}
-        return named | {f"buffer {name!r}": each for name, each in model.named_buffers()}
-
+    named = partial(named_tensors, definition.model, recorded.batch.named_tensors())
     before = None
     if may_undo:
         guards = [recorded.guards.present()]
