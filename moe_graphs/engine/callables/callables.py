@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
@@ -28,7 +28,6 @@ from moe_graphs.engine.callables.arguments import (
     order_of,
     plan_of,
 )
-from moe_graphs.engine.callables.capture_ahead import capture_slot, check_unused
 from moe_graphs.engine.callables.order import Action, slots
 from moe_graphs.engine.guards import torch_state
 from moe_graphs.engine.guards.guards import Guards
@@ -36,14 +35,14 @@ from moe_graphs.engine.partial.capture import Recorder
 from moe_graphs.engine.partial.graphed_scope import Captured, DelayedWeights, GraphedScope
 from moe_graphs.engine.partial.graphs import report_of
 from moe_graphs.engine.partial.plan import CallMemory, Plan, memory_plan
-from moe_graphs.engine.partial.recording import PlannedCall
+from moe_graphs.engine.partial.recording import CallSite, PendingBackward, PlannedCall
 from moe_graphs.engine.partial.scope import Call, Scope
 from moe_graphs.engine.partial.slots import Chunk, Slot
 from moe_graphs.engine.partial.trials import Hooks, ScopeCall, Trials
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.report import FallbackWarning, Report
 from moe_graphs.engine.snapshot import Snapshot
-from moe_graphs.engine.tensors import Mismatch, Signature, tensor_leaves
+from moe_graphs.engine.tensors import Mismatch, Signature, leaves_of_outputs, tensor_leaves
 from moe_graphs.engine.tracing import explaining_errors_of
 from moe_graphs.errors import CaptureError, GraphError
 
@@ -343,8 +342,8 @@ class CallableGraphs:
             self.backend.make_room()
             for planned, chunk in zip(plan.chunks, chunks, strict=True):
                 for slot in chunk.slots:
-                    capture_slot(slot, [calls[number] for number in planned.calls], recorder)
-                    check_unused(slot, options.allow_unused_input)
+                    _capture_slot(slot, [calls[number] for number in planned.calls], recorder)
+                    _check_unused(slot, options.allow_unused_input)
             for call, guards in zip(calls, tried, strict=True):
                 guards.check_unchanged(f"scope {call.scope.name!r}: ")
         except BaseException:
@@ -497,3 +496,82 @@ def _sample_call(scope: Scope, call: Call, hooks: Hooks) -> ScopeCall:
     return ScopeCall(
         scope, Signature.of(inputs, scope.name_input), pytree.tree_leaves(inputs), call, hooks
     )
+
+
+# ---- the capture of a slot on sample arguments
+
+
+def _capture_slot(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
+    """Captures all forwards, then all backwards in reverse, and compares each with eager.
+
+    Afterwards everything else is as before.
+
+    Raises:
+        CaptureError: for what cannot be captured.
+    """
+    with Snapshot(recorder.backend, values=recorder.model.buffers()):
+        while not slot.is_closed:  # it captures again if backwards turn out to run only once
+            _capture_all(slot, calls, recorder)
+            slot.end_step()
+
+
+def _capture_all(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> None:
+    generator = torch.Generator(recorder.backend.device).manual_seed(0)
+    backwards: list[PendingBackward] = []
+    for site, call in zip(slot.sites, calls, strict=True):
+        _capture_forward(slot, site, call, recorder)
+    for site, call in reversed(list(zip(slot.sites, calls, strict=True))):
+        forward = site.forward
+        if not site.planned.refused and any(forward.differentiable):
+            pairs = zip(forward.outputs, forward.differentiable, strict=True)
+            incoming = [_gradient(output, generator) for output, needed in pairs if needed]
+            random = recorder.backend.random_position() if forward.draws else None
+            pending = PendingBackward(site, call.leaves, random)
+            backwards.append(pending)
+            with explaining_errors_of(site.name, "backward", recorder.backend):
+                with call.backward_hooks(incoming) as found:
+                    found += recorder.backward(slot, pending, incoming).values()
+            _raise(recorder)
+    if recorder.split:
+        for pending in backwards:
+            if pending.site.run is not None:
+                recorder.backward_of_weights(slot, pending)
+                _raise(recorder)
+
+
+def _capture_forward(slot: Slot, site: CallSite, call: ScopeCall, recorder: Recorder) -> None:
+    expected = recorder.record_forward(slot, site, call)
+    try:
+        forward = site.forward
+        forward.graph.replay()
+        outputs = leaves_of_outputs(forward.output_leaves, forward.outputs, call.leaves)
+        difference = recorder.verification.difference_of_forward(site, call, expected, outputs)
+        if difference is not None:
+            site.planned.differs(difference)
+    finally:
+        expected.before.put_back()
+
+
+def _gradient(output: Tensor, generator: torch.Generator) -> Tensor:
+    made = torch.randn(output.shape, generator=generator, dtype=torch.float32, device=output.device)
+    return torch.empty_like(output, requires_grad=False).copy_(made)
+
+
+def _raise(recorder: Recorder) -> None:
+    if recorder.failure is not None:
+        raise recorder.failure
+
+
+def _check_unused(slot: Slot, allowed: bool) -> None:
+    """Checks that every input that requires a gradient gets one.
+
+    Raises:
+        GraphError: for an input that requires a gradient and gets none, unless that is allowed.
+    """
+    for site in slot.sites:
+        unused = site.unused_inputs()
+        if unused and not allowed:
+            raise GraphError(
+                f"{site.name}: input {unused[0]!r} requires a gradient and gets none: pass "
+                f"allow_unused_input=True, or a sample that requires none"
+            )
