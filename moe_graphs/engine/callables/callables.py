@@ -8,6 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeVar, overload
 
 import torch
@@ -523,8 +524,8 @@ def _capture_all(slot: Slot, calls: Sequence[ScopeCall], recorder: Recorder) -> 
     for site, call in reversed(list(zip(slot.sites, calls, strict=True))):
         forward = site.forward
         if not site.planned.refused and any(forward.differentiable):
-            pairs = zip(forward.outputs, forward.differentiable, strict=True)
-            incoming = [_gradient(output, generator) for output, needed in pairs if needed]
+            outputs = compress(forward.outputs, forward.differentiable)
+            incoming = [_gradient(output, generator) for output in outputs]
             random = recorder.backend.random_position() if forward.draws else None
             pending = PendingBackward(site, call.leaves, random)
             backwards.append(pending)

@@ -11,6 +11,7 @@ import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -311,17 +312,18 @@ class Backward:
         slot, pending, forward = self.slot, self.pending, self.site.forward
         slot.check_alive(pending)
         self.site.check_plain(gradients)
+        incoming = list(compress(gradients, forward.differentiable))
         results: dict[int, Tensor | None] = {}
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.
         is_second_part = pending.is_done and forward.is_split
         if pending.is_over and slot.retains():
             # No recording serves one more backward of a forward whose graph was retained.
             slot.check(pending)
-            return self._recomputed("second_backward", self._incoming(gradients))
+            return self._recomputed("second_backward", incoming)
         if not is_second_part or self._wants(int):
             slot.check(pending)
             pending.note_gradients(gradients)
-            results |= self._first_part(self._incoming(gradients))
+            results |= self._first_part(incoming)
             if pending.is_first_in_fp8:
                 fp8.update_scales_of_backwards()
         pending.check_gradients(gradients)
@@ -331,11 +333,6 @@ class Backward:
             else:
                 results |= self._weights_part()
         return list(map(results.get, range(len(forward.listed))))
-
-    def _incoming(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the differentiable outputs."""
-        pairs = zip(gradients, self.site.forward.differentiable, strict=True)
-        return [gradient for gradient, needed in pairs if needed]
 
     def nodes(self) -> Sequence[Node | None]:
         """The node that gets the gradient, per use. Autograd is asked only when it is needed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,8 +98,7 @@ def _outputs(site: CallSite, outputs: object) -> tuple[list[Tensor], list[Tensor
                 f"scope {site.name!r}: its forward, computed anew, does something else"
             )
     made = [found[number] for number in range(len(forward.outputs))]
-    needed = zip(made, forward.differentiable, strict=True)
-    return [output for output, differentiable in needed if differentiable], made
+    return list(compress(made, forward.differentiable)), made
 
 
 def _gradients(
