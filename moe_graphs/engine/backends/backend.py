@@ -54,6 +54,10 @@ class Backend(abc.ABC):
     def make_room(self) -> None:
         """Waits for the device and frees cached memory, before captures."""
 
+    def memory_of_its_own(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which this thread allocates in segments that nothing else uses."""
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Context for eager work on the captures' stream, ordered with the caller's stream."""

@@ -93,6 +93,12 @@ class CudaGraphs(Backend):
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
+    def memory_of_its_own(self) -> Iterator[None]:
+        torch.cuda.empty_cache()  # what is free may have to become other segments
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), self.device):
+            yield
+
+    @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
         outside = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(outside)

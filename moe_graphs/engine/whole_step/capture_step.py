@@ -56,6 +56,8 @@ from moe_graphs.engine.whole_step.optimizers import (
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StaticBatch, StepDefinition
 from moe_graphs.errors import CaptureError
 
+_ROOM_FOR_GAPS = 12  # a pool begins with this share more than a run allocates at most
+
 
 def record_step(
     definition: StepDefinition,
@@ -184,7 +186,9 @@ def _prepare(
     if seen.touches_gradients:
         found = gradients_to_find(parameters, before.gradients, seen.dropped)
     set_gradients(parameters, found)
-    return _Prepared(static, state, seen, found, definition.backend.new_pool(), entry)
+    # In one piece the allocator joins what is free; separate allocations leave gaps of all sizes.
+    pool = definition.backend.new_pool(seen.peak + seen.peak // _ROOM_FOR_GAPS)
+    return _Prepared(static, state, seen, found, pool, entry)
 
 
 def _record(
@@ -256,6 +260,7 @@ class TriedStep:
         stale: names of parameters whose gradients are accumulated on another stream.
         groups: process groups over which the step communicates.
         traces: the operations of each run.
+        peak: bytes that the last run allocated at most.
     """
 
     accessed: AccessedNames
@@ -267,6 +272,7 @@ class TriedStep:
     traces: list[Trace] = field(default_factory=list)
     touches_gradients: bool = False
     optimizer_steps: bool = False
+    peak: int = 0
 
 
 def try_step(
@@ -304,7 +310,9 @@ def try_step(
             if len(definition.assigned.places) > places:
                 return seen
         found_by_last = gradients_of(parameters)
-        trace = _run(definition, batch, seen, before.others)
+        with definition.backend.meter() as meter:
+            trace = _run(definition, batch, seen, before.others)
+            seen.peak = meter.peak()
     if strangers.keys() & streams.keys():
         raise CaptureError(
             "the optimizer updates parameters that are not in model=...: pass all their modules, "

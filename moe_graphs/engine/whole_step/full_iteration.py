@@ -378,7 +378,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         The last warm-up call is watched, because a graph depends on what its Python reads.
         """
         if self._eager_calls["warmup"] < self._warmup_steps - 1:
-            return self._eager(batch, "warmup")
+            with self._definition.states_apart():
+                return self._eager(batch, "warmup")
         with (
             torch.autograd.set_multithreading_enabled(False),
             AccessedNames(in_step=True) as accessed,

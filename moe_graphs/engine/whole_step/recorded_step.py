@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,27 @@ class StepDefinition:
         candidates = [self.optimizer, *self.state]
         candidates += [v for s in self.state if hasattr(s, "__dict__") for v in vars(s).values()]
         return list({id(c): c for c in candidates if isinstance(c, Optimizer)}.values())
+
+    @contextlib.contextmanager
+    def states_apart(self) -> Iterator[None]:
+        """Context in which the states of an optimizer's first update lie in memory of their own.
+
+        States last. In gaps between gradients, which do not, they would hold whole segments.
+        """
+        apart = contextlib.ExitStack()
+
+        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not optimizer.state:
+                apart.enter_context(self.backend.memory_of_its_own())
+
+        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            apart.close()
+
+        with apart, contextlib.ExitStack() as hooks:
+            for each in self.optimizers():
+                hooks.callback(each.register_step_pre_hook(begin).remove)
+                hooks.callback(each.register_step_post_hook(end).remove)
+            yield
 
     def names_before(self) -> AccessedNames:
         """The Python that the step may run, found by its code alone; nothing is run."""

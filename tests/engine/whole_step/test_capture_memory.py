@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 from moe_graphs import FullIteration
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.snapshot import Snapshot, copies_on_host
 
 
@@ -69,3 +72,74 @@ def test_a_capture_holds_no_second_copy_of_the_state():
     weights = sum(p.nbytes for p in model.parameters())
     assert peaks[1] - peaks[0] < weights  # cuBLAS workspaces; weights and states are three times
     iteration.release()
+
+
+def a_step_with(model: nn.Module, optimizer: torch.optim.Optimizer):
+    def step(batch):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+@pytest.mark.gpu
+def test_a_graph_takes_little_more_than_a_step_allocates():
+    """Activations and gradients of different sizes leave gaps in separate allocations."""
+    torch.manual_seed(0)
+    sizes = [(512 * (1 + i % 3), 512 * (1 + (i + 1) % 3)) for i in range(12)]
+    model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    step, batch = a_step_with(model, optimizer), torch.randn(8192, 512, device="cuda")
+    iteration = FullIteration(step, model=model, optimizer=optimizer, audit_every=None)
+    for _ in range(2):
+        iteration(batch)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    iteration(batch)
+    needed = torch.cuda.max_memory_allocated() - before
+    iteration(batch)
+    assert iteration.report().state == "captured"
+    assert needed <= iteration.report().pool_bytes <= 1.3 * needed
+    iteration.release()
+
+
+@pytest.mark.gpu
+def test_states_of_an_optimizer_lie_in_segments_of_their_own():
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    step, batch = a_step_with(model, optimizer), torch.randn(2048, 1024, device="cuda")
+    with FullIteration(step, model=model, optimizer=optimizer) as iteration:
+        for _ in range(5):
+            iteration(batch)
+        states = {s["exp_avg"].data_ptr() for s in optimizer.state.values()}
+        parameters = {p.data_ptr() for p in model.parameters()}
+        for segment in torch.cuda.memory_snapshot():
+            held = {b["address"] for b in segment["blocks"] if b["state"] == "active_allocated"}
+            assert not (held & states and held & parameters)
+            if held & states:
+                assert tuple(segment["segment_pool_id"]) != (0, 0)
+        assert iteration.report().replayed
+
+
+def test_only_an_optimizers_first_update_has_memory_of_its_own(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def noted(self):
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    monkeypatch.setattr(Backend, "memory_of_its_own", noted)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.register_step_post_hook(lambda *_: entered.append("after"))
+    step = a_step_with(model, optimizer)
+    iteration = FullIteration(step, model=model, optimizer=optimizer, audit_every=None)
+    for _ in range(5):
+        iteration(torch.randn(2, 3))
+    assert entered[:3] == ["in", "after", "out"]
+    assert set(entered[3:]) == {"after"}
+    assert iteration.report().replayed == 2

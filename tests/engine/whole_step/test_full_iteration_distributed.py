@@ -209,7 +209,7 @@ def fail_on_one_rank(rank: int, world_size: int, device: str, policy: str) -> li
     return found
 
 
-def _raise() -> None:
+def _raise(nbytes: int) -> None:
     raise OSError("disk on fire")
 
 
