@@ -10,9 +10,8 @@ from typing import Any
 from contenders import gpu_bound, launch_bound
 from markdown_cells import milliseconds, table, times
 from moe_graphs.layers import LanguageModel, TransformerConfig
-from result_lines import H200, Line, Select, fastest_eager, sources
+from result_lines import H100, H200, Line, Select, fastest_eager, sources
 
-H100 = "NVIDIA H100 80GB HBM3"
 OUR_ADAMW = "full iteration, our AdamW"
 MODELS = {
     "launch_bound": "launch-bound, 2,048 tokens",
@@ -233,3 +232,29 @@ def _flops_per_token(benchmark: str) -> float:
         config = replace(gpu_bound().config, qk_norm="head")
     model = LanguageModel(config, device="meta")
     return model.flops_per_token(config.max_sequence_length)
+
+
+def head_and_loss(lines: list[Line]) -> str:
+    """Projection onto the vocabulary with its cross entropy, beside Liger-Kernel's."""
+    used = Select("layer_kernels", {"op": "linear_cross_entropy"}, gpu=H100).lines(lines)
+    newest = {line["shape"]: line for line in sorted(used, key=lambda line: line.run)}
+    rows = []
+    for line in newest.values():
+        names = ("torch", "ours", "liger", "liger_fp32_sums")
+        errors = (line["error" if name == "ours" else f"{name}_error"] for name in names)
+        rows.append([
+            line["shape"],
+            *(
+                f"{line[f'{name}_us'] / 1e3:.1f} ms, {line[f'{name}_peak_mib']:,.0f} MiB, {e:.1e}"
+                for name, e in zip(names, errors, strict=True)
+            ),
+        ])  # fmt: skip
+    header = (
+        "forward and backward: time, peak memory, error | whole logits | here | "
+        "Liger-Kernel | Liger-Kernel, sums in fp32"
+    )
+    note = (
+        "Liger-Kernel waits for the device and is timed eagerly, the others as graphs. Errors are "
+        "relative, against fp64, in the gradient that is worst."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"

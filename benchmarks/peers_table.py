@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8_training import FROM_COMPARE
 from markdown_cells import gibibytes, milliseconds, table, times
-from result_lines import H200, Line, Select, sources
+from result_lines import H100, H200, Line, Select, sources
 
 CASES: Mapping[str, str] = {
     "launch_bound": "12 small layers, 2,048 tokens",
@@ -52,11 +52,15 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
     return "\n\n".join(parts)
 
 
+def peers_on_an_h100(lines: Sequence[Line]) -> str:
+    return peers(lines, H100)
+
+
 LAYER_SIZE = ("tokens", "hidden", "ffn", "experts", "top_k")
 ROUTINGS = {"moe_layer": "even", "moe_layer_zipf": "skewed"}
 
 
-def layer_peers(lines: Sequence[Line], gpu: str = H200) -> str:
+def moe_layer(lines: Sequence[Line], gpu: str = H100) -> str:
     """Layers of all libraries, each beside ours of the same process; empty without such lines."""
     cases: dict[tuple[Any, ...], Newest] = {}
     for benchmark in ROUTINGS:
@@ -66,20 +70,20 @@ def layer_peers(lines: Sequence[Line], gpu: str = H200) -> str:
                 cases.setdefault(case, {})[line["contender"]] = line
     used = [line for run in cases.values() for line in run.values()]
     names = sorted({x["contender"] for x in used}, key=lambda name: (not _is_ours(name), name))
-    rows, ahead = [], []
-    for case, run in sorted(cases.items()):
+    rows, ahead = [], {"train_tflops": list[str](), "forward_tflops": list[str]()}
+    for case, run in cases.items():
         label = f"{', '.join(str(number) for number in case[:-1])}, {ROUTINGS[case[-1]]}"
         rows.append([label, *(_layer_cell(run.get(name)) for name in names)])
-        best = max(x["train_tflops"] for name, x in run.items() if _is_ours(name) and not x.failed)
-        ahead += [
-            f"{name} ({label}: {times(x['train_tflops'] / best)})"
-            for name, x in run.items()
-            if not x.failed and x["train_tflops"] > best
-        ]
+        for key, found in ahead.items():
+            best = max(x[key] or 0 for name, x in run.items() if _is_ours(name) and not x.failed)
+            others = {name: x[key] or 0 for name, x in run.items() if not x.failed}
+            faster = {name: rate / best for name, rate in others.items() if rate > best}
+            found += [f"{name} ({label}: {times(ratio)})" for name, ratio in faster.items()]
     if not rows:
         return ""
     header = " | ".join(["tokens, hidden, ffn, experts, top-k, routing", *names])
-    first = f"Ahead of the faster of ours: {', '.join(ahead) or 'nobody'}."
+    both, forward = (", ".join(names) or "nobody" for names in ahead.values())
+    first = f"Ahead of the faster of ours: {both}. In the forward alone: {forward}."
     note = "TFLOP/s of forward and backward, MiB kept. A failed or missing contender is `-`."
     return "\n\n".join([first, table(header, rows), *_failures(used), f"{note} {sources(used)}"])
 

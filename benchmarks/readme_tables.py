@@ -18,7 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
-from more_tables import OUR_ADAMW, accumulated, few_bits, lora, on_an_h100, results, trl
+from more_tables import (
+    OUR_ADAMW,
+    accumulated,
+    few_bits,
+    head_and_loss,
+    lora,
+    on_an_h100,
+    results,
+    trl,
+)
 from parallel_tables import (
     communication,
     dispatch,
@@ -26,7 +35,7 @@ from parallel_tables import (
     parallel_steps,
     shared_experts,
 )
-from peers_table import fp8_training, layer_peers, peers
+from peers_table import fp8_training, moe_layer, peers, peers_on_an_h100
 from result_lines import Line, Select, fastest_eager, link, load, sources
 from weak_scaling import weak_scaling
 
@@ -36,7 +45,6 @@ PERFORMANCE = README.parent / "docs" / "performance.md"
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- /table -->", re.DOTALL)
 WHOLE, COMPILED = "full iteration, optimizer", "torch.compile"
 SCOPES = ("attn", "attn,moe_router,moe_preprocess", "attn,moe")
-LAYERS = ("ours, eager", "ours, scope moe", "HF grouped_mm")
 
 
 def _whole_steps(model: str, scopes: str) -> Select:
@@ -46,11 +54,6 @@ def _whole_steps(model: str, scopes: str) -> Select:
 def _hugging_face(model: str) -> Select:
     ours = ("accelerate_model", "with AdamW", "with AdamW, graphs", "with AdamW, whole steps")
     return Select("huggingface", {"model": model}, ("eager", *ours))
-
-
-def _layer(tokens: int, hidden: int, ffn: int, experts: int, top_k: int) -> Select:
-    where = dict(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
-    return Select("moe_layer", where, LAYERS)
 
 
 def _kernel(op: str, shape: str) -> Select:
@@ -90,12 +93,6 @@ SELECTED: Mapping[str, Mapping[str, Select]] = {
         "gradient of the weights": Select(
             "grouped_gemm", {"direction": "wgrad"}, ("torch", "dense", "ours")
         ),
-    },
-    "moe_layer": {
-        "16384, 2048, 768, 128, 8 (Qwen3-30B-A3B)": _layer(16384, 2048, 768, 128, 8),
-        "2048, 2048, 768, 128, 8": _layer(2048, 2048, 768, 128, 8),
-        "16384, 2048, 1024, 64, 8 (OLMoE)": _layer(16384, 2048, 1024, 64, 8),
-        "8192, 4096, 14336, 8, 2 (Mixtral)": _layer(8192, 4096, 14336, 8, 2),
     },
     "layer_kernels": {
         "heads of attention: split, norm per head, rotation (16,384 tokens, 32/4 heads of 128)": (
@@ -251,24 +248,6 @@ def grouped_gemm(lines: list[Line]) -> str:
     return f"{table(header, rows)}\n\n{sources(used)}"
 
 
-def moe_layer(lines: list[Line]) -> str:
-    rows, used = [], []
-    for label, select in SELECTED["moe_layer"].items():
-        run = select.run(lines)
-        eager, graphed, hugging_face = (run[name] for name in LAYERS)
-        rows.append([label, rates(eager), f"{graphed['train_tflops']:.0f}", rates(hugging_face)])
-        used += [run[name] for name in LAYERS]
-    header = (
-        "tokens, hidden, ffn, experts, top-k | this, eager | this, scope `moe` | "
-        "Hugging Face, `grouped_mm`"
-    )
-    return f"{table(header, rows)}\n\n{sources(used)}\n\n{layer_peers(lines)}".rstrip()
-
-
-def rates(line: Line) -> str:
-    return f"{line['forward_tflops']:.0f} / {line['train_tflops']:.0f}"
-
-
 def layer_kernels(lines: list[Line]) -> str:
     rows, used = [], []
     for label, select in SELECTED["layer_kernels"].items():
@@ -366,6 +345,7 @@ DOCUMENTS: Mapping[Path, Tables] = {
         accumulated,
         on_an_h100,
         peers,
+        peers_on_an_h100,
         fp8_training,
         dispatch,
         parallel_steps,
@@ -373,6 +353,7 @@ DOCUMENTS: Mapping[Path, Tables] = {
         grouped_gemm,
         moe_layer,
         layer_kernels,
+        head_and_loss,
         optimizers,
         training,
         real_runs,

@@ -99,7 +99,7 @@ ENTRIES: dict[str, Entry] = {
     "torchtitan-compile": Entry("as torchtitan, torch.compile", "plain", dict(compiled=True)),
     "sonicmoe": _block("SonicMoE"),
     "scattermoe": _block("ScatterMoE"),
-    "unsloth": _block("Unsloth (not tuned)"),
+    "unsloth": _block("Unsloth"),
     "liger": Entry("transformers, Liger-Kernel", "huggingface_peer", {"liger": True}),
     "huggingface": Entry("transformers, grouped_mm", "huggingface_peer", runs_on_cpu=True),
 }
