@@ -148,6 +148,14 @@ class Snapshot:
         """The values that are kept, in the order of ``tensors``."""
         return [value for each in self._values for _, value, *_ in each.kept]
 
+    def counted(self) -> list[Tensor]:
+        """The tensors among ``tensors`` whose version has changed since.
+
+        Batch normalisation writes its running statistics without a new version.
+        """
+        rows = (row for each in self._values for row in each.kept)
+        return [t for t, _, *versions in rows if [t._version, unwrap(t)._version] != versions]
+
     def scales(self) -> dict[str, Tensor]:
         """FP8 scales and amaxes that are kept, by the names that messages use."""
         return {} if self._fp8 is None else self._fp8.named_values()

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from programs.cases import Table, plain_loss
+from programs.cases import WIDTH, Table, plain_loss
 from programs.scripts import other_from_fourth, several, tanh
 
 case = Table()
@@ -266,3 +266,16 @@ case("checkpoint inside the scope", lambda s, x: checkpoint(s.l, x, use_reentran
 case("reentrant checkpoint inside the scope", lambda s, x: checkpoint(s.l, x, use_reentrant=True))
 case("checkpoint_sequential over scope and eager layer", tanh, use=lambda m, x: (
     checkpoint_sequential([m.pre, m.sc], 2, x, use_reentrant=False)))  # fmt: skip
+
+
+# ---- statistics that a replay writes while an eager call waits for its backward
+
+
+def _two_calls(m, x, e):
+    first = m.sc(m.pre(x[:2] if e.late else x))
+    return (first + m.sc(m.pre(x)).mean()).square().mean()
+
+
+case("batch norm runs eagerly, and is replayed before the eager backward",
+     lambda s, x: s.norm(s.l(x)), lambda s: setattr(s, "norm", nn.BatchNorm1d(WIDTH)),
+     loss=_two_calls)  # fmt: skip

@@ -568,6 +568,7 @@ class CapturedForward:
             saved_inputs=tuple(i for i in self._tensors if saved.has(self._inputs[i])),
             saved_of_model=tuple(filter(saved.has, self._of_model(open))),
             written=tuple(tensor for tensor, _ in tried.written),
+            counted=tuple(tried.counted),
             draws=tried.draws,
             scales=scales,
             is_split=split and bool(live),

@@ -242,8 +242,8 @@ class Replay(torch.autograd.Function):
         forward.graph.replay()
         site.replayed += 1
         # A replay changes these tensors unseen by autograd: an older autograd graph must notice.
-        if forward.written:
-            torch.autograd.graph.increment_version(forward.written)
+        if forward.counted:
+            torch.autograd.graph.increment_version(forward.counted)
         pending.versions = list(map(versions_of, forward.saved))
         if forward.scales is not None:
             pending.is_first_in_fp8 = fp8.claim_first()

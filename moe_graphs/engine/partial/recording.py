@@ -93,6 +93,7 @@ class RecordedForward:
             buffers of the model.
         saved_inputs: numbers of the inputs that the backward reads.
         written: tensors outside of the graph that it modifies.
+        counted: those among them whose version eager counts.
         draws: whether it draws random numbers.
         scales: the scales that it casts to FP8 with; None if it does not cast to FP8.
         is_split: whether weight gradients are computed apart.
@@ -116,6 +117,7 @@ class RecordedForward:
     saved_inputs: tuple[int, ...]
     saved_of_model: tuple[Tensor, ...]
     written: tuple[Tensor, ...]
+    counted: tuple[Tensor, ...]
     draws: bool
     scales: Scales | None
     is_split: bool
@@ -201,8 +203,8 @@ class RecordedBackward:
             return
         with backend.drawing_from(random):
             self.graph.replay()
-        if self.anew.written:
-            torch.autograd.graph.increment_version(self.anew.written)
+        if self.anew.counted:
+            torch.autograd.graph.increment_version(self.anew.counted)
 
     @cached_property
     def of_parameters(self) -> list[tuple[int, Tensor, BufferLease]]:

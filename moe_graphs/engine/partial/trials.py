@@ -148,6 +148,7 @@ class TriedForward:
     Attributes:
         outputs: leaves of the outputs, detached.
         written: tensors from outside that it modifies, with the values that it leaves there.
+        counted: those among them whose version it changes.
         scales: the FP8 scales that it leaves.
         draws: whether it draws random numbers.
         uses_fp8: whether Transformer Engine's modules have cast to FP8.
@@ -157,6 +158,7 @@ class TriedForward:
     outputs: list[Any]
     structure: pytree.TreeSpec
     written: list[tuple[Tensor, Tensor]]
+    counted: list[Tensor]
     scales: dict[str, Tensor]
     draws: bool
     uses_fp8: bool
@@ -353,6 +355,7 @@ class Trials:
                 outputs=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat],
                 structure=structure,
                 written=[(tensor, tensor.detach().clone()) for tensor in before.tensors],
+                counted=before.counted(),
                 scales=fp8.Fp8State().named_values(),
                 draws=before.has_drawn(),
                 uses_fp8=uses.fp8,
