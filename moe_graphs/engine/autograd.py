@@ -25,6 +25,13 @@ def nodes_behind(outputs: Sequence[Tensor], inputs: Iterable[Tensor] = ()) -> It
         stack.extend(following for following, _ in reversed(node.next_functions))
 
 
+def used_within(outputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """The numbers of the outputs from which others of them are computed."""
+    edges = {edge for node in nodes_behind(outputs) for edge in node.next_functions}
+    own = ((each.grad_fn, each.output_nr) for each in outputs)
+    return tuple(n for n, edge in enumerate(own) if edge[0] is not None and edge in edges)
+
+
 def keeps_graph() -> bool:
     """Whether the running backward has ``retain_graph=True``, so that another one may follow."""
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)

@@ -161,3 +161,52 @@ def _hook_runs_scope(m, x, e):
 
 
 case("a hook runs the scope itself again", tanh, loss=_hook_runs_scope)
+
+
+# ---- gradients of an output from which the scope computes another one
+
+
+def _and_its_mean(s, x):
+    y = s.l(x).tanh()
+    return y, y.square().mean()
+
+
+def _looks(e, y):
+    y.register_hook(lambda gradient: e.log.append(gradient.clone()))
+
+
+def _keeps(e, y):
+    y.retain_grad()
+    e.held = y
+
+
+LOOKS = {
+    "a hook that looks": _looks,
+    "a hook that doubles": lambda e, y: y.register_hook(lambda gradient: gradient * 2),
+    "retain_grad": _keeps,
+    "a hook of several": lambda e, y: register_multi_grad_hook(
+        (y,), lambda gradients: e.log.append(gradients[0].clone())),
+}  # fmt: skip
+
+
+def _looked_at(look, always):
+    def loss(m, x, e):
+        y, aux = m.sc(m.pre(x))
+        if always or e.late:
+            look(e, y)
+        return y.mean() + aux
+
+    return loss
+
+
+def _note_kept(m, e, i):
+    if hasattr(e, "held"):
+        e.log.append(vars(e).pop("held").grad.clone())
+    m.zero_grad()
+
+
+for _name, _look in LOOKS.items():
+    for _always in (False, True):
+        case(f"{_name} at an output that is used within" + (", always" if _always else ""),
+             _and_its_mean, loss=_looked_at(_look, _always), update=_note_kept,
+             engines=("scopes", "callables"))  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ class Snapshot:
             for p in world.model.parameters()
         ]
         self._states = {p: dict(state) for p, state in world.optimizer.state.items()}
-        self._globals = dict(bodies_python.GLOBALS)
+        self._globals, self._environment = dict(bodies_python.GLOBALS), dict(os.environ)
         generators = (world.data, bodies_python.GENERATOR)
         self._generators = [(g, g.get_state()) for g in generators]
         self._random = (torch.get_rng_state(), random.getstate(), np.random.get_state())
@@ -162,6 +163,9 @@ class Snapshot:
         self._world.optimizer.state.clear()
         self._world.optimizer.state.update(self._states)
         bodies_python.GLOBALS.update(self._globals)
+        if dict(os.environ) != self._environment:
+            os.environ.clear()
+            os.environ.update(self._environment)
         for generator, state in self._generators:
             generator.set_state(state)
         torch.set_rng_state(self._random[0])

@@ -211,7 +211,7 @@ class AuditedCall:
         inputs = [self._leaves[each] if isinstance(each, int) else each for each in listed]
         given = _Audited.apply(self, pending, constants, produced, *inputs)
         if difference is None:
-            site.note_handed(given)
+            site.note_handed(given, pending)
             if not any(each.requires_grad for each in given):
                 self._passed()  # no backward is to come
         else:
@@ -275,6 +275,8 @@ class AuditedCall:
             GraphError: for a difference, with ``on_audit="error"``, or if it must not run.
         """
         self.site.check_plain(gradients)
+        for output in pending.used_within:
+            output.check()
         if self._open is None:
             raise GraphError(f"scope {self.site.name!r}: a second backward of the same forward")
         self.slot.check(pending)

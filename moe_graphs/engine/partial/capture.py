@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Audits, Stream
-from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind
+from moe_graphs.engine.autograd import LeafUses, has_hooks, leaves_behind, used_within
 from moe_graphs.engine.backends.backend import Backend, Graph
 from moe_graphs.engine.buffer_lease import (
     Allocations,
@@ -560,6 +560,8 @@ class CapturedForward:
             linked=linked,
             outputs=tuple(output.detach() for output in outputs),
             differentiable=tuple(output.requires_grad for output in outputs),
+            # Nobody but the rest of the module gets the outputs of a scope that ends within it.
+            used_within=used_within(outputs) if self._exit is None else (),
             output_leaves=leaves,
             output_structure=self._structure,
             exit=self._exit,

@@ -281,7 +281,7 @@ def replay(
     for each in forward.listed:
         listed.append(leaves[each] if isinstance(each, int) else each)
     produced = _apply(slot, pending, recorder, delayed, leaves, *listed)
-    site.note_handed(produced)
+    site.note_handed(produced, pending)
     return leaves_of_outputs(forward.output_leaves, produced, leaves)
 
 
@@ -312,6 +312,8 @@ class Backward:
         slot, pending, forward = self.slot, self.pending, self.site.forward
         slot.check_alive(pending)
         self.site.check_plain(gradients)
+        for output in pending.used_within:
+            output.check()
         incoming = list(compress(gradients, forward.differentiable))
         results: dict[int, Tensor | None] = {}
         # Zero-bubble schedules run this node twice: for the inputs, and later for the weights.

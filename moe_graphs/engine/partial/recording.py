@@ -8,8 +8,9 @@ change with every replay. A ``PendingBackward`` is one replayed forward until it
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -88,6 +89,7 @@ class RecordedForward:
         outputs: static tensors that the graph writes. They are handed out as aliases, or as copies
             if they have no dimension.
         differentiable: per output, whether it has a gradient.
+        used_within: numbers of the outputs from which the scope computes others of its outputs.
         listed: inputs of the autograd node, per use: the number of an input, or the parameter.
         saved_outputs, saved_of_model: tensors that the backward reads: outputs, and parameters and
             buffers of the model.
@@ -109,6 +111,7 @@ class RecordedForward:
     linked: frozenset[int]
     outputs: tuple[Tensor, ...]
     differentiable: tuple[bool, ...]
+    used_within: tuple[int, ...]
     output_leaves: tuple[OutputLeaf, ...]
     output_structure: pytree.TreeSpec
     exit: Exit | None
@@ -712,8 +715,12 @@ class CallSite:
             handed.append(output.clone() if is_copied else output.detach())
         return handed
 
-    def note_handed(self, outputs: Sequence[Tensor]) -> None:
+    def note_handed(self, outputs: Sequence[Tensor], pending: PendingBackward) -> None:
         """Leases the outputs: the tensors as they come out of autograd."""
+        if self.forward.used_within:
+            pending.used_within = [
+                NoHooks(self.name, outputs[number]) for number in self.forward.used_within
+            ]
         for lease in self.leases:
             lease.note_handed(map(outputs.__getitem__, lease.outputs))
         self.out.add(self.leases)
@@ -769,6 +776,40 @@ def _is_batched(gradient: Tensor | None) -> bool:
     )
 
 
+class NoHooks(OrderedDict[int, Any]):
+    """The hooks of an output from which its scope computes other outputs.
+
+    A hook would get the gradient of what happens to the output outside of the scope, without that
+    of the scope's other outputs. Hooks of FSDP2 do not look at gradients.
+    """
+
+    def __init__(self, scope: str, output: Tensor) -> None:
+        super().__init__()
+        self._scope, self._output = scope, weakref.ref(output)
+        output._backward_hooks = self
+        node: Any = output.grad_fn
+        node._register_hook_dict(output)
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        if not (getattr(function, "__module__", None) or "").startswith("torch.distributed."):
+            raise self._refusal("register_hook")
+        super().__setitem__(key, hook)
+
+    def check(self) -> None:
+        """Checks, in the backward, that ``.grad`` of the output is not asked for."""
+        output = self._output()
+        if output is not None and output.retains_grad:
+            raise self._refusal("retain_grad")
+
+    def _refusal(self, method: str) -> GraphError:
+        return GraphError(
+            f"scope {self._scope!r}: {method}() of an output from which the scope computes another "
+            f"output, whose part of the gradient stays within the graph: call the scope within "
+            f"graphs.paused(), or leave it out of the scopes"
+        )
+
+
 class PendingBackward:
     """One replayed forward until its backward. It lives as long as the autograd graph needs it.
 
@@ -781,9 +822,11 @@ class PendingBackward:
         weight_gradients: weight gradients that were computed together with those of the inputs.
         is_first_in_fp8: whether it contains the first module under Transformer Engine's autocast.
         versions: versions, after the replay, of the tensors that the backward needs.
+        used_within: the outputs from which the scope computes other outputs.
     """
 
     is_first_in_fp8 = False
+    used_within: Sequence[NoHooks] = ()
 
     def __init__(self, site: CallSite, leaves: Sequence[Any], random: Any) -> None:
         self.site = site
