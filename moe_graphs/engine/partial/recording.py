@@ -780,7 +780,8 @@ class NoHooks(OrderedDict[int, Any]):
     """The hooks of an output from which its scope computes other outputs.
 
     A hook would get the gradient of what happens to the output outside of the scope, without that
-    of the scope's other outputs. Hooks of FSDP2 do not look at gradients.
+    of the scope's other outputs. Hooks of FSDP2 and of the engine do not look at
+    gradients.
     """
 
     def __init__(self, scope: str, output: Tensor) -> None:
@@ -792,7 +793,8 @@ class NoHooks(OrderedDict[int, Any]):
 
     def __setitem__(self, key: int, hook: Any) -> None:
         function = hook.func if isinstance(hook, functools.partial) else hook
-        if not (getattr(function, "__module__", None) or "").startswith("torch.distributed."):
+        module = getattr(function, "__module__", None) or ""
+        if not module.startswith(("torch.distributed.", "moe_graphs.")):
             raise self._refusal("register_hook")
         super().__setitem__(key, hook)
 
