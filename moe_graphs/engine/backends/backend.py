@@ -124,18 +124,6 @@ class Backend(abc.ABC):
     def pool_bytes(self, pool: Any) -> int:
         """Bytes that the pool holds on the device (0 where there is no pool)."""
 
-    @abc.abstractmethod
-    def allocating_in(self, pool: Any) -> contextlib.AbstractContextManager[None]:
-        """Context for eager work that takes memory of the pool, on the stream of the captures.
-
-        The next replay in the pool writes there. Nobody may hold memory of this work then, and
-        ``held_in`` tells whether somebody does.
-        """
-
-    @abc.abstractmethod
-    def held_in(self, pool: Any) -> frozenset[Any] | None:
-        """Values that stand for what is held of the pool; None if no eager work can run there."""
-
     def memory_note(self, error: Exception) -> str:
         """A note on the device's memory for messages, if ``error`` is about memory."""
         if not isinstance(error, torch.OutOfMemoryError) or self.device.type != "cuda":

@@ -193,11 +193,6 @@ class StorageMeter(MemoryMeter, DispatchMode):
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
         return sum(nbytes for _, nbytes in self._alive.values())
 
-    def storages(self) -> frozenset[int]:
-        """Identities of the storages that are still allocated."""
-        self.alive()
-        return frozenset(self._alive)
-
 
 class CpuRecorder(Backend):
     """The backend for models on the CPU."""
@@ -207,7 +202,6 @@ class CpuRecorder(Backend):
     def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = torch.device("cpu")
         self.generators = tuple(generators)
-        self._in_pool = StorageMeter()
 
     def make_room(self) -> None:
         pass
@@ -251,14 +245,6 @@ class CpuRecorder(Backend):
 
     def pool_bytes(self, pool: None) -> int:
         return 0
-
-    @contextlib.contextmanager
-    def allocating_in(self, pool: None) -> Iterator[None]:
-        with self._in_pool:
-            yield
-
-    def held_in(self, pool: None) -> frozenset[int]:
-        return self._in_pool.storages()
 
     def release(self) -> None:
         pass

@@ -227,33 +227,11 @@ class CudaGraphs(Backend):
         return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
     def pool_bytes(self, pool: Any) -> int:
-        return sum(segment["total_size"] for segment in _segments_of(pool))
-
-    @contextlib.contextmanager
-    def allocating_in(self, pool: Any) -> Iterator[None]:
-        # The pool is that of a stream, not of a thread: backwards run on autograd's thread.
-        with self.on_stream():
-            index = self.device.index or 0
-            torch._C._cuda_beginAllocateCurrentStreamToPool(index, pool)
-            try:
-                yield
-            finally:
-                torch._C._cuda_endAllocateToPool(index, pool)
-                torch._C._cuda_releasePool(index, pool)
-                # A thread that had none has made a workspace in the pool.
-                torch._C._cuda_clearCublasWorkspaces()
-
-    def held_in(self, pool: Any) -> frozenset[int] | None:
-        if not hasattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool"):
-            return None
-        held = set[int]()
-        for segment in _segments_of(pool):
-            where = segment["address"]
-            for block in segment["blocks"]:
-                if block["state"] == "active_allocated":
-                    held.add(where)
-                where += block["size"]
-        return frozenset(held)
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == tuple(pool)
+        )
 
     def release(self) -> None:
         for graph in self._workspaces:
@@ -261,12 +239,6 @@ class CudaGraphs(Backend):
         self._workspaces = []
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-
-
-def _segments_of(pool: Any) -> list[Any]:
-    """The allocator's table of the pool."""
-    segments = torch.cuda.memory_snapshot()
-    return [each for each in segments if tuple(each["segment_pool_id"]) == tuple(pool)]
 
 
 def _pieces_are_not_split() -> bool:

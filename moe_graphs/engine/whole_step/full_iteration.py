@@ -50,13 +50,7 @@ from moe_graphs.engine.side_outputs import Left
 from moe_graphs.engine.tensors import Mismatch, owned
 from moe_graphs.engine.verify import warn
 from moe_graphs.engine.whole_step import fsdp
-from moe_graphs.engine.whole_step.audited_step import (
-    Room,
-    audited_in_pool,
-    audited_step,
-    may_run_in_pool,
-    why_not,
-)
+from moe_graphs.engine.whole_step.audited_step import audited_step, missing_bytes, why_not
 from moe_graphs.engine.whole_step.capture_step import record_step
 from moe_graphs.engine.whole_step.optimizers import check_capturable_flags
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinition
@@ -93,10 +87,10 @@ class FullIterationReport(PrintedReport):
         off_because: why there is no graph, after a capture that failed.
         audits_passed, audit_seconds, audits_missed_bytes: as in ``engine.report.Report``.
         audits_skipped: reason -> number of audits that could not be made: "memory" (an eager step
-            fits neither beside the graph nor in its pool, or memory ran out in it), "fp8" (such
-            steps are never audited), "other_gradients" (a ``.grad`` was missing that the capture
-            found), "mismatch" (the call was not to be replayed), "another_rank" (it could not be
-            made there), "often" (models are switched or loaded too often for an audit each time).
+            does not fit beside the graph, or memory ran out in it), "fp8" (such steps are never
+            audited), "other_gradients" (a ``.grad`` was missing that the capture found), "mismatch"
+            (the call was not to be replayed), "another_rank" (it could not be made there), "often"
+            (models are switched or loaded too often for an audit each time).
         last_audited_step: number of the last call whose audit passed; None before the first.
     """
 
@@ -207,7 +201,6 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._captures = self._replayed = self._audited = self._calls = 0
         self._audits = Audits(audit_every, on_audit, self._ranks)
         self._audit_due = NEVER
-        self._room, self._may_audit_in_pool = Room(), True
         self._misses = FallbackWarning()
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
@@ -251,11 +244,8 @@ class FullIteration(Generic[BatchT, ResultT]):
             if self.state != "captured":
                 return self._eager(batch, self.state)
             leaves, structure = pytree.tree_flatten(self._definition.given(batch))
-        if is_audited:
-            if (audited := self._audit(leaves, structure)) is not None:
-                return audited[0]
-            if self.state != "captured":
-                return self._eager(batch, self.state)
+        if is_audited and (audited := self._audit(leaves, structure)) is not None:
+            return audited[0]
         self._replayed += 1
         result = self._recorded.replay(leaves)
         if type(result) is Left:
@@ -455,14 +445,11 @@ class FullIteration(Generic[BatchT, ResultT]):
             return False
         is_other = mismatch is not None
         reason = "mismatch" if is_other else why_not(self._definition, self._recorded)
-        self._room = Room()
-        if reason is None:
-            in_pool = is_alone and self._may_audit_in_pool and may_run_in_pool(self._definition)
-            self._room = Room.for_step(self._definition, self._recorded, in_pool)
-        if not self._ranks.any(reason is not None or self._room.missing > 0):
+        missing = 0 if reason else missing_bytes(self._definition, self._recorded)
+        if not self._ranks.any(reason is not None or missing > 0):
             return True
-        if self._room.missing:
-            self._audits.without_memory(self._room.missing)
+        if missing:
+            self._audits.without_memory(missing)
         else:
             self._audits.skipped[reason or "another_rank"] += 1
         schedule.put_off(self._calls)
@@ -496,13 +483,11 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._audit_due = audit.schedule.due
         if result is None:
             self._audits.ran_out(_NAME, missing, warn)
-            self._check_pool()
             return None
         self._audited += 1
         if difference is None:
             self._audits.note_passed()
             audit.last = self._calls
-            self._check_pool()
             return result
         message = self._audits.message(difference, audit.last)
         self.state, self._refused = "found_by_audit", message
@@ -510,32 +495,9 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._audits.found(_NAME, message, warn)
         return result
 
-    def _check_pool(self) -> None:
-        """Gives the graph up if an audit in its pool has left something that somebody holds."""
-        if self._room.held is None:
-            return
-        backend, pool = self._definition.backend, self._recorded.pool
-        if backend.held_in(pool) != self._room.held:
-            gc.collect()
-            backend.make_room()
-        if backend.held_in(pool) != self._room.held:
-            self._may_audit_in_pool, self.state = False, "warmup"
-            self._resources.release()
-            warn(
-                f"{_NAME}: an audit ran in the memory of the graph, because no other was free, and "
-                f"something holds a part of it (a cache, a library): the step is captured again, "
-                f"and further audits run outside or are counted in audits_skipped['memory']"
-            )
-
     def _run_audited(self, leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], str | None]:
         """The result of an audited step in a tuple, and the first difference on any rank."""
         is_alone = self._ranks.group is None  # other ranks cannot put their step back
-        if self._room.held is not None:
-            outputs, difference = audited_in_pool(
-                self._definition, self._recorded, leaves, structure
-            )
-            result = self._definition.assigned.take(outputs)
-            return (result if difference is None else owned(result),), difference
         with self._on_given_stream():
             outputs, difference = audited_step(
                 self._definition, self._recorded, leaves, structure, may_undo=is_alone

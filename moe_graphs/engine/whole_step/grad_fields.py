@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -107,22 +107,6 @@ class StaticGradients:
         copy_all([found for _, found in others], [other for other, _ in others])
         graph.replay()
         copy_all([other for other, _ in others], [found for _, found in others])
-        self._attach()
-
-    def take_over(self, before: Mapping[str, Tensor | None]) -> None:
-        """Moves gradients that an eager step has made to the memory where a replay leaves them.
-
-        Args:
-            before: name -> the ``.grad`` that the step has found, to which it may have added.
-        """
-        targets, sources = [], []
-        for name, parameter, _, left in self._after:
-            made = parameter.grad
-            if left is None or made is None or made is before[name]:
-                continue
-            targets.append(unwrap(left))
-            sources.append(unwrap(made).detach())
-        copy_all(targets, sources)
         self._attach()
 
     def _attach(self) -> None:
