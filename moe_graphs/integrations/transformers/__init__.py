@@ -35,6 +35,7 @@ from moe_graphs.integrations.transformers.accelerated import (
 from moe_graphs.integrations.transformers.changes import Change, Changes
 from moe_graphs.integrations.transformers.experts_interface import NAME, experts_forward, register
 from moe_graphs.integrations.transformers.graph_callback import GraphCallback
+from moe_graphs.integrations.transformers.packed_loading import ExpertsInFewBits
 from moe_graphs.integrations.transformers.quantized_experts import (
     QuantizedExperts,
     quantize_experts,
@@ -47,6 +48,7 @@ __all__ = [
     "Accelerated",
     "Change",
     "Changes",
+    "ExpertsInFewBits",
     "GraphCallback",
     "QuantizedExperts",
     "accelerate_model",

@@ -79,31 +79,75 @@ def quantize_experts(
             packed or accelerated already, have sizes that do not divide by the format's block, or
             compute what our kernels do not. Nothing is changed then.
     """
-    kind = format_named(format)
-    found = _experts_of(model)
-    for name, module in found.items():
-        reason = _why_not(module, kind)
-        if reason is not None:
-            raise ValueError(f"quantize_experts: {name} ({type(module).__name__}): {reason}")
-    scratch, before, after = Scratch(), 0, 0
-    for module in found.values():
-        before += sum(getattr(module, name).nbytes for name in WEIGHTS)
-        _pack(module, kind, scratch, device)
-        after += sum(_packed_bytes(module, name, kind) for name in WEIGHTS)
+    packer = Packer(model, format, "quantize_experts")
+    for module, experts in packer.experts.items():
+        for name in WEIGHTS:
+            weight = getattr(experts, name).detach()
+            packer.pack(module, name, weight if device is None else weight.to(device))
     for wrapper in outermost(model):
         _give_forward(wrapper, multiplying_rows)
-    return QuantizedExperts(format, len(found), before, after, scratch.nbytes)
+    return packer.record()
 
 
-def _experts_of(model: nn.Module) -> dict[str, Any]:
+class Packer:
+    """Packs the weights of a model's experts one by one; all layers share one scratch.
+
+    Args:
+        caller: the name of the public function, for errors.
+
+    Raises:
+        ValueError: as ``quantize_experts``. Nothing is changed then.
+    """
+
+    def __init__(self, model: nn.Module, format: str, caller: str) -> None:
+        self.kind, self.experts = format_named(format), _experts_of(model, caller)
+        for name, module in self.experts.items():
+            reason = _why_not(module, self.kind)
+            if reason is not None:
+                raise ValueError(f"{caller}: {name} ({type(module).__name__}): {reason}")
+        self._scratch, self._before, self._after = Scratch(), 0, 0
+        self._left = {name: {*WEIGHTS} for name in self.experts}
+
+    @property
+    def left(self) -> list[str]:
+        """Full names of the weights that are not packed yet."""
+        return [f"{module}.{name}" for module, names in self._left.items() for name in names]
+
+    def pack(self, module: str, name: str, weight: Tensor) -> None:
+        """Packs ``weight``, where it is, in place of the parameter of that name.
+
+        The module computes with packed weights once it has no other.
+        """
+        experts = self.experts[module]
+        dtype = experts._parameters.pop(name).dtype
+        stored = _stored(experts, weight, self.kind)
+        self._before += stored.nbytes
+        self._scratch.announce(stored.shape, dtype)
+        for end, each in zip(self.kind.suffixes, self.kind.quantize(stored), strict=True):
+            # Parameters that are frozen, and no buffers: DDP would send these at every forward.
+            experts.register_parameter(name + end, nn.Parameter(each, requires_grad=False))
+            self._after += each.nbytes
+        self._left[module].remove(name)
+        if not self._left[module]:
+            transposed = self.kind.along_inputs or not experts.is_transposed
+            experts.packing = Packing(self.kind.name, dtype, transposed, self._scratch)
+            _give_forward(experts, packed_forward)
+
+    def record(self) -> QuantizedExperts:
+        """The record of what was packed."""
+        count, scratch = len(self.experts), self._scratch.nbytes
+        return QuantizedExperts(self.kind.name, count, self._before, self._after, scratch)
+
+
+def _experts_of(model: nn.Module, caller: str) -> dict[str, Any]:
     found = {n: m for n, m in model.named_modules() if hasattr(type(m), "_apply_gate")}
     if any(isinstance(module, SwappedExperts) for module in model.modules()):
         raise ValueError(
-            "quantize_experts: the model is accelerated already: call it before accelerate_model"
+            f"{caller}: the model is accelerated already: call it before accelerate_model"
         )
     if not found:
         raise ValueError(
-            f"quantize_experts: {type(model).__name__} has no experts of transformers' interface"
+            f"{caller}: {type(model).__name__} has no experts of transformers' interface"
         )
     return found
 
@@ -140,29 +184,9 @@ def _stored(experts: Any, weight: Tensor, kind: PackedFormat) -> Tensor:
     return weight.detach().transpose(1, 2) if is_turned else weight.detach()
 
 
-def _pack(
-    experts: Any, kind: PackedFormat, scratch: Scratch, device: torch.device | str | None
-) -> None:
-    dtype = experts.gate_up_proj.dtype
-    for name in WEIGHTS:
-        weight = _stored(experts, experts._parameters.pop(name), kind)
-        scratch.announce(weight.shape, dtype)
-        packed = kind.quantize(weight if device is None else weight.to(device))
-        for end, each in zip(kind.suffixes, packed, strict=True):
-            # Parameters that are frozen, and no buffers: DDP would send these at every forward.
-            experts.register_parameter(name + end, nn.Parameter(each, requires_grad=False))
-    transposed = kind.along_inputs or not experts.is_transposed
-    experts.packing = Packing(kind.name, dtype, transposed, scratch)
-    _give_forward(experts, packed_forward)
-
-
 def _give_forward(module: Any, maker: Callable[[type[Any]], Any]) -> None:
     kind: Any = type(module)
     change_class([module], derived(kind, maker))
-
-
-def _packed_bytes(experts: Any, name: str, kind: PackedFormat) -> int:
-    return sum(getattr(experts, name + end).nbytes for end in kind.suffixes)
 
 
 def packed_forward(kind: type[Any]) -> Callable[..., Tensor]:
