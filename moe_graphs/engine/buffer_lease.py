@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_graphs.engine.snapshot import no_garbage_collection
 from moe_graphs.engine.tensors import is_wrapped, storage_of, tensor_leaves, unwrap
@@ -86,6 +87,11 @@ class BufferLease:
         self.standing: Any = static.detach() if standing else None
         self._of_standing = 0 if self.standing is None else _holders(self.standing)
         self._known = self._references()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the memory."""
+        return self._storage.device
 
     # ---- handing out
 
@@ -232,8 +238,23 @@ def references_of_the_engine(leases: Sequence[BufferLease]) -> Iterator[None]:
         try:
             yield
         finally:
+            for device in {lease.device for lease in leases}:
+                wait_for_autograd(device)
             for lease, count in zip(leases, before, strict=True):
                 lease._known += lease._references() - count
+
+
+def wait_for_autograd(device: torch.device) -> None:
+    """Waits until autograd's thread of a GPU has let go of its last backward.
+
+    The thread holds that backward's graph for a moment after ``backward()`` has returned. A
+    reference that is counted as the engine's and then goes would hide one of a caller.
+    """
+    if device.type != "cuda":
+        return
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.empty((), device=device, requires_grad=True)
+        torch.autograd.grad(leaf.view_as(leaf), leaf, torch.empty_like(leaf))
 
 
 def _move_together(tensors: Sequence[Tensor], storage: torch.UntypedStorage) -> None:

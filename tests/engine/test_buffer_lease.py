@@ -123,6 +123,28 @@ def test_an_output_is_known_by_its_object_until_it_is_reclaimed(device):
     assert [lease.output_of(each) for each in tensors] == [None, None]
 
 
+def test_references_that_autograds_thread_still_has_are_not_the_engines(device, monkeypatch):
+    """Counted as the engine's, they would hide the caller that takes the tensor next."""
+    lease, of_thread = BufferLease(memory(device)), []
+    wait = buffer_lease.wait_for_autograd
+    waited = lambda device: (wait(device), of_thread.clear())  # noqa: E731
+    monkeypatch.setattr(buffer_lease, "wait_for_autograd", waited)
+    with references_of_the_engine([lease]):
+        of_thread.append(lease._static.detach())
+    kept = lease._static.detach()
+    assert lease.is_held()
+    del kept
+    assert not lease.is_held()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_waiting_for_autograd_leaves_nothing(device, inference):
+    kind = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with torch.inference_mode(inference):
+        assert buffer_lease.wait_for_autograd(kind) is None
+        assert torch.is_inference_mode_enabled() == inference
+
+
 # ---- moved
 
 

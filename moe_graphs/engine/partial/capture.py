@@ -26,6 +26,7 @@ from moe_graphs.engine.buffer_lease import (
     BufferLease,
     reason_to_copy,
     references_of_the_engine,
+    wait_for_autograd,
 )
 from moe_graphs.engine.fp8 import Scales
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -479,6 +480,7 @@ class Recorder:
 
         ``copies`` is the reason why no gradient stays in place, or None.
         """
+        wait_for_autograd(self.backend.device)
         listed = tuple(site.forward.listed[use] for use in uses)
         static: list[Tensor | None] = []
         leases: list[BufferLease | None] = []

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from moe_graphs.engine.backends.backend import Graph
-from moe_graphs.engine.buffer_lease import BufferLease
+from moe_graphs.engine.buffer_lease import BufferLease, wait_for_autograd
 from moe_graphs.engine.tensors import Mismatch, copy_all, is_wrapped, unwrap
 from moe_graphs.errors import CaptureError
 
@@ -54,6 +54,8 @@ class StaticGradients:
 
     def settled(self) -> None:
         """Ends the capture: from now on every holder of a gradient is a caller."""
+        for device in {each.device for _, _, _, each in self._after if each is not None}:
+            wait_for_autograd(device)
         for name, parameter, found, left in self._after:
             if left is not None and not is_part(left):
                 lease = BufferLease(left, parameter=parameter, standing=True)
