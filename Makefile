@@ -28,7 +28,7 @@ test-all: override ARGS += --long --full-grids
 test-all: test
 
 # The tests of transformers, PEFT and TRL with the oldest versions that the extras take.
-OLDEST := tests/integrations/test_hf_callback.py tests/integrations/test_hf_outputs.py \
+OLDEST := tests/integrations/test_hf_callback.py tests/integrations/test_hf_outputs.py tests/integrations/test_hf_packed_loading.py \
   tests/integrations/test_hf_peft.py tests/integrations/test_hf_peft_experts.py \
   tests/integrations/test_hf_peft_linear.py \
   tests/integrations/test_hf_pickled.py tests/integrations/test_hf_trl.py

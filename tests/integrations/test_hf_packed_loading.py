@@ -52,6 +52,32 @@ def test_packed_weights_are_those_of_a_model_that_was_loaded_whole(name, family,
     assert not [n for n, each in expected.items() if not torch.equal(bits(found[n]), bits(each))]
 
 
+def test_gpt_oss_is_read_as_it_is_published(tmp_path):
+    model_of("gpt_oss").save_pretrained(tmp_path)
+    model = load_whole(tmp_path)
+    record = quantize_experts(model, "mxfp4")
+    (file,) = tmp_path.glob("*.safetensors")
+    weights = model.state_dict()
+    blocks = {n: w.unflatten(2, (-1, 16)) for n, w in weights.items() if n.endswith("_blocks")}
+    save_file({n: w.contiguous() for n, w in (weights | blocks).items()}, file, {"format": "pt"})
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = ExpertsInFewBits("mxfp4").to_dict()
+    given = dict(config=config, dtype=torch.bfloat16)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    assert loaded.hf_quantizer.packed == record
+    found = loaded.state_dict()
+    assert found.keys() == weights.keys()
+    assert not [n for n, each in weights.items() if not torch.equal(bits(found[n]), bits(each))]
+    assert not any(p.requires_grad for n, p in loaded.named_parameters() if "_blocks" in n)
+    logits = [
+        accelerate_model(m, graphs=False).model(input_ids=tokens()).logits for m in (model, loaded)
+    ]
+    assert torch.equal(*logits)
+    config.quantization_config = ExpertsInFewBits("nf4").to_dict()
+    with pytest.raises(ValueError, match="only mxfp4 is read as it is"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+
+
 def test_adapters_beside_them_train_in_graphs_and_are_saved(tmp_path):
     model_of().save_pretrained(tmp_path / "model")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -30,6 +30,10 @@ class ExpertsInFewBits(QuantizationConfigMixin):  # type: ignore[misc]
     Experts are frozen, as under ``quantize_experts``. ``model.hf_quantizer.packed`` is the record
     of what was packed. PEFT comes behind it, so it adapts all but the experts. Adapters can be
     saved, the model cannot: the directory that it came from is its checkpoint.
+
+    gpt-oss's files have MXFP4 already: ``config.quantization_config =
+    ExpertsInFewBits("mxfp4").to_dict()``, and ``from_pretrained(..., config=config)`` takes their
+    codes as they are.
 
     Args:
         format: ``"nf4"``, ``"mxfp4"`` or ``"fp8"``.
@@ -50,6 +54,12 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     is_trainable = True
 
     def validate_environment(self, *given: Any, **options: Any) -> None:
+        if self.pre_quantized and self.quantization_config.format != "mxfp4":
+            raise ValueError(
+                f"ExpertsInFewBits: config.quantization_config says that the files have "
+                f"{self.quantization_config.format}, and only mxfp4 is read as it is: remove it and "
+                f"pass quantization_config=... for files with whole weights"
+            )
         places = options.get("device_map")
         if isinstance(places, dict) and "disk" in places.values():
             raise ValueError(
@@ -64,6 +74,11 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
             if name.endswith(WEIGHTS):
                 parameter.requires_grad_(False)
         self._packer = Packer(model, self.quantization_config.format, "ExpertsInFewBits")
+        for full_name in self._packer.left if self.pre_quantized else ():
+            module, _, name = full_name.rpartition(".")
+            self.pack(
+                full_name, getattr(self._packer.experts[module], name).detach()
+            )  # no data yet
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
@@ -72,6 +87,10 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        names = [f"{name}_blocks" for name in WEIGHTS] if self.pre_quantized else []
+        return [WeightConverter([name], name, [_Join()]) for name in names]
 
     def pack(self, full_name: str, weight: Tensor) -> None:
         module, _, name = full_name.rpartition(".")
@@ -109,3 +128,14 @@ class _Pack(ConversionOps):  # type: ignore[misc]
         self.quantizer.pack(full_layer_name, given[0] if isinstance(given, list) else given)
         missing_keys.discard(full_layer_name)
         return {}
+
+
+class _Join(ConversionOps):  # type: ignore[misc]
+    """Joins the blocks of a row: ``[E, out, G, 16]`` of gpt-oss's files is ``[E, out, 16 G]``."""
+
+    def convert(
+        self, input_dict: dict[str, Any], *, full_layer_name: str, **options: Any
+    ) -> dict[str, Tensor]:
+        (given,) = input_dict.values()
+        blocks = given[0] if isinstance(given, list) else given
+        return {full_layer_name: blocks.flatten(2)}
