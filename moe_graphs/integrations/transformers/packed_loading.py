@@ -57,8 +57,8 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized and self.quantization_config.format != "mxfp4":
             raise ValueError(
                 f"ExpertsInFewBits: config.quantization_config says that the files have "
-                f"{self.quantization_config.format}, and only mxfp4 is read as it is: remove it and "
-                f"pass quantization_config=... for files with whole weights"
+                f"{self.quantization_config.format}, and only mxfp4 is read as it is: remove it, "
+                f"and pass quantization_config=... for files with whole weights"
             )
         places = options.get("device_map")
         if isinstance(places, dict) and "disk" in places.values():
