@@ -106,7 +106,7 @@ class Packer:
             if reason is not None:
                 raise ValueError(f"{caller}: {name} ({type(module).__name__}): {reason}")
         self._scratch, self._before, self._after = Scratch(), 0, 0
-        self._left = {name: {*WEIGHTS} for name in self.experts}
+        self._left = {name: [*WEIGHTS] for name in self.experts}
 
     @property
     def left(self) -> list[str]:
