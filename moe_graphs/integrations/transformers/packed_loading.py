@@ -74,11 +74,11 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
             if name.endswith(WEIGHTS):
                 parameter.requires_grad_(False)
         self._packer = Packer(model, self.quantization_config.format, "ExpertsInFewBits")
-        for full_name in self._packer.left if self.pre_quantized else ():
-            module, _, name = full_name.rpartition(".")
-            self.pack(
-                full_name, getattr(self._packer.experts[module], name).detach()
-            )  # no data yet
+        if self.pre_quantized:
+            self._packer.pack_all()  # on the meta device
+        for experts in self._packer.experts.values():
+            # Otherwise transformers draws weights, because it does not find those of before.
+            experts._is_hf_initialized = True
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
@@ -95,8 +95,6 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     def pack(self, full_name: str, weight: Tensor) -> None:
         module, _, name = full_name.rpartition(".")
         self._packer.pack(module, name, weight)
-        # Otherwise transformers draws weights, because it does not find those of before.
-        self._packer.experts[module]._is_hf_initialized = True
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         if self._packer.left:

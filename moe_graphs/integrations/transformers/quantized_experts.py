@@ -80,10 +80,7 @@ def quantize_experts(
             compute what our kernels do not. Nothing is changed then.
     """
     packer = Packer(model, format, "quantize_experts")
-    for module, experts in packer.experts.items():
-        for name in WEIGHTS:
-            weight = getattr(experts, name).detach()
-            packer.pack(module, name, weight if device is None else weight.to(device))
+    packer.pack_all(device)
     for wrapper in outermost(model):
         _give_forward(wrapper, multiplying_rows)
     return packer.record()
@@ -112,6 +109,13 @@ class Packer:
     def left(self) -> list[str]:
         """Full names of the weights that are not packed yet."""
         return [f"{module}.{name}" for module, names in self._left.items() for name in names]
+
+    def pack_all(self, device: torch.device | str | None = None) -> None:
+        """Packs all weights as they are, on ``device`` if one is given."""
+        for module, experts in self.experts.items():
+            for name in WEIGHTS:
+                weight = getattr(experts, name).detach()
+                self.pack(module, name, weight if device is None else weight.to(device))
 
     def pack(self, module: str, name: str, weight: Tensor) -> None:
         """Packs ``weight``, where it is, in place of the parameter of that name.
