@@ -305,7 +305,14 @@ class Schedule:
     def put_off(self, count: int) -> None:
         """Tries again in the next window, because the audit could not be made now."""
         self._end = max(self._end, count)
+        if self._audits.every == "auto" and self._length < MEETING:
+            self._length = self.wanted = 2 * self._length
         self._next_window()
+
+    def affords(self, seconds: float) -> bool:
+        """Whether an audit that takes so long now stays within the share of the time."""
+        share = _SHARE / self._audits.schedules
+        return seconds <= share * (time.perf_counter() - self._began)
 
     def soon(self, count: int) -> bool:
         """Lets the next call be audited, unless this has been asked for too often."""

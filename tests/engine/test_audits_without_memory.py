@@ -242,6 +242,98 @@ def test_memory_of_the_audit_is_freed_before_training_goes_on(engine, monkeypatc
     assert alive[0] <= len(kept)
 
 
+# ---- whole steps that do not fit beside their graph
+
+
+def without_room(
+    run: Training, monkeypatch: pytest.MonkeyPatch, *, free: int = 1 << 20, share: float = 1e9
+) -> None:
+    """Lets fewer bytes be free than the pool holds, and audits take this share of the time."""
+    monkeypatch.setattr(run.backend(), "free_bytes", lambda: free)
+    monkeypatch.setattr(run.backend(), "pool_bytes", lambda pool: 1 << 30)
+    monkeypatch.setattr(audit, "_SHARE", share)
+
+
+def audited_without_room(
+    device: str, monkeypatch: pytest.MonkeyPatch, **limits: Any
+) -> tuple[Any, Any]:
+    """Trains with one audit that does not fit beside the graph; compares with eager training.
+
+    Returns the reports from before the audit and from the end.
+    """
+    losses, left = expected(device, STEPS)
+    options = {"audit_every": 10_000, "on_mismatch": "error", "on_audit": "error"}
+    run = Training("whole steps", device, **options)
+    found = [run.step().item() for _ in range(WARM)]
+    without_room(run, monkeypatch, **limits)
+    before = run.handle.report()
+    run.handle.audit_soon()
+    found += [run.step().item() for _ in range(STEPS - WARM)]
+    assert found == losses
+    assert run.left() == left
+    return before, run.handle.report()
+
+
+@on_devices
+def test_a_step_without_room_is_audited_after_the_release_of_its_graph(device, monkeypatch):
+    before, report = audited_without_room(device, monkeypatch)
+    assert (report.state, report.captures) == ("captured", 2)
+    assert (report.audited, report.audits_passed, report.audits_skipped) == (1, 1, {})
+    assert report.last_audited_step == WARM + 1
+    assert report.replayed == STEPS - 2 - 1  # without the warm-up and the audit
+    assert report.eager_calls == {"warmup": 2}
+    # The new capture is a part of what the audit costs.
+    assert report.audit_seconds - before.audit_seconds > (
+        report.capture_seconds - before.capture_seconds
+    )
+
+
+@on_devices
+@pytest.mark.parametrize("limits", [{"share": 1e-9}, {"free": -(1 << 29)}])
+def test_an_audit_without_room_waits_until_a_new_capture_is_paid_for(device, limits, monkeypatch):
+    """Nor does the audit run if memory is missing even without the graph."""
+    _, report = audited_without_room(device, monkeypatch, **limits)
+    assert (report.captures, report.audited) == (1, 0)
+    assert report.audits_skipped["memory"] >= 1
+    assert report.audits_missed_bytes > 0
+
+
+@on_devices
+def test_a_difference_is_found_without_room_beside_the_graph(device, monkeypatch):
+    run = Training("whole steps", device, audit_every=10_000)
+    for _ in range(WARM):
+        run.step()
+    without_room(run, monkeypatch)
+    # The Python that a step reads is guarded; torch's own is not.
+    relu = torch.Tensor.relu
+    monkeypatch.setattr(torch.Tensor, "relu", lambda self: relu(self) * 2.0)
+    run.handle.audit_soon()
+    with pytest.warns(GraphWarning, match=r"an audit in step 6 found"):
+        run.step()
+    report = run.handle.report()
+    assert (report.state, report.captures, report.audits_passed) == ("found_by_audit", 1, 0)
+
+
+@on_devices
+def test_memory_runs_out_though_the_graph_has_been_released(device, monkeypatch):
+    """The step is put back, captured again and replayed."""
+    losses, left = expected(device, STEPS)
+    run = Training("whole steps", device, audit_every=10_000, on_mismatch="error")
+    found = [run.step().item() for _ in range(WARM)]
+    with monkeypatch.context() as patch:
+        without_room(run, patch)
+        fail_at(patch, 9)
+        run.handle.audit_soon()
+        with pytest.warns(GraphWarning, match=ran_out):
+            found.append(run.step().item())
+    found += [run.step().item() for _ in range(STEPS - WARM - 1)]
+    report = run.handle.report()
+    assert found == losses
+    assert run.left() == left
+    assert (report.state, report.captures, report.audited) == ("captured", 2, 0)
+    assert report.eager_calls == {"warmup": 2}
+
+
 @pytest.mark.parametrize(
     ("message", "missing"),
     [
@@ -263,6 +355,15 @@ def test_free_memory_is_what_the_process_may_still_take(fraction, free, monkeypa
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700 - 100 * (fraction > 0.8))
     assert Backend.free_bytes(SimpleNamespace(device=torch.device("cuda"))) == free
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_room_gets_it_by_releasing_the_graph(monkeypatch):
+    monkeypatch.setattr(audit, "_SHARE", 1e9)
+    run, losses = limited("whole steps", lambda backend: None)
+    assert losses[0] == losses[1]
+    report = run.handle.report()
+    assert (report.audits_passed, report.captures, report.state) == (1, 2, "captured")
 
 
 @pytest.mark.gpu

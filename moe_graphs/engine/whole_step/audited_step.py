@@ -1,4 +1,8 @@
-"""Audits of whole steps: forward, backward and update of one step run eagerly, once, for real."""
+"""Audits of whole steps: forward, backward and update of one step run eagerly, once, for real.
+
+An eager step runs beside the graph if that much memory is free. Otherwise it runs after the graph
+has been released, and the next step is captured anew.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from torch.utils import _pytree as pytree
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Comparison, named_tensors
 from moe_graphs.engine.snapshot import Snapshot
-from moe_graphs.engine.tensors import apart
+from moe_graphs.engine.tensors import apart, tensor_leaves
 from moe_graphs.engine.whole_step.capture_step import origins_of_step
 from moe_graphs.engine.whole_step.grad_fields import gradients_of
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinition
 
 
 def why_not(definition: StepDefinition, recorded: RecordedStep) -> str | None:
-    """The reason why this step cannot be audited, or None. ``missing_bytes`` is one more."""
+    """The reason why this step cannot be audited, or None. Missing memory is one more."""
     if recorded.entry is not None and fp8.has_scales(definition.model):
         return "fp8"
     if recorded.gradients is not None and not recorded.gradients.finds_as_captured():
@@ -27,10 +31,18 @@ def why_not(definition: StepDefinition, recorded: RecordedStep) -> str | None:
     return None
 
 
-def missing_bytes(definition: StepDefinition, recorded: RecordedStep) -> int:
-    """The bytes that are missing for an eager step beside the graph; 0 if it fits."""
+def missing_bytes(definition: StepDefinition, recorded: RecordedStep) -> tuple[int, int]:
+    """The bytes that are missing for an eager step beside the graph, and after its release.
+
+    Each is 0 if the step fits. Outputs and gradients stay in the graph's pool after the release; a
+    pool begins with 13/12 of what a step needs.
+    """
     free = definition.backend.free_bytes()
-    return 0 if free is None else max(0, definition.backend.pool_bytes(recorded.pool) - free)
+    if free is None:
+        return 0, 0
+    staying = sum(each.nbytes for each in tensor_leaves(recorded.left()))
+    pool = definition.backend.pool_bytes(recorded.pool)
+    return max(0, pool - free), max(0, pool * 12 // 13 - (pool - staying) - free)
 
 
 def audited_step(

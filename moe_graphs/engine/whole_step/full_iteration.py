@@ -69,6 +69,7 @@ class FullIterationReport(PrintedReport):
     Attributes:
         state: "warmup", "captured", "capture_failed", "differs_from_eager", "found_by_audit" or
             "released".
+        captures: number of captures. An audit that does not fit beside the graph needs a new one.
         audited: number of steps that ran eagerly in place of a replay, to be compared with the
             capture.
         eager_calls: reason -> number of calls that ran eagerly.
@@ -87,10 +88,11 @@ class FullIterationReport(PrintedReport):
         off_because: why there is no graph, after a capture that failed.
         audits_passed, audit_seconds, audits_missed_bytes: as in ``engine.report.Report``.
         audits_skipped: reason -> number of audits that could not be made: "memory" (an eager step
-            does not fit beside the graph, or memory ran out in it), "fp8" (such steps are never
-            audited), "other_gradients" (a ``.grad`` was missing that the capture found), "mismatch"
-            (the call was not to be replayed), "another_rank" (it could not be made there), "often"
-            (models are switched or loaded too often for an audit each time).
+            does not fit beside the graph, and a new capture would have taken more than the share of
+            the time; or memory ran out), "fp8" (such steps are never audited), "other_gradients" (a
+            ``.grad`` was missing that the capture found), "mismatch" (the call was not to be
+            replayed), "another_rank" (it could not be made there), "often" (models are switched or
+            loaded too often for an audit each time).
         last_audited_step: number of the last call whose audit passed; None before the first.
     """
 
@@ -201,6 +203,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._captures = self._replayed = self._audited = self._calls = 0
         self._audits = Audits(audit_every, on_audit, self._ranks)
         self._audit_due = NEVER
+        self._gives_graph_up = False  # for an audit
         self._misses = FallbackWarning()
         self._eager_calls: Counter[str] = Counter()
         self._capture_seconds = 0.0
@@ -220,7 +223,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         if assigned.deferred.now or assigned.deferred.waiting:
             assigned.deferred.poll()
         if self.state == "warmup":
-            if self._eager_calls["warmup"] < self._warmup_steps:
+            if self._eager_calls["warmup"] < self._warmup_steps and not self._gives_graph_up:
                 return self._warmup(batch)
             mode = torch_state.reason_of_modes()
             if self._ranks.any(mode is not None):  # all ranks capture together
@@ -240,12 +243,13 @@ class FullIteration(Generic[BatchT, ResultT]):
                 raise mismatch.error("full iteration", others)
             if self._on_mismatch == "eager":
                 return self._eager(batch, mismatch.reason, mismatch.message)
+        if is_audited and (audited := self._audit(leaves, structure)) is not None:
+            return audited[0]
+        if mismatch is not None or self._gives_graph_up:
             self._try_to_capture(batch)
             if self.state != "captured":
                 return self._eager(batch, self.state)
             leaves, structure = pytree.tree_flatten(self._definition.given(batch))
-        if is_audited and (audited := self._audit(leaves, structure)) is not None:
-            return audited[0]
         self._replayed += 1
         result = self._recorded.replay(leaves)
         if type(result) is Left:
@@ -416,7 +420,10 @@ class FullIteration(Generic[BatchT, ResultT]):
             self.state, self._off_because = "capture_failed", str(error)
             raise
         self._captures, self._misses = self._captures + 1, FallbackWarning()
-        self._capture_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._capture_seconds += seconds
+        if self._gives_graph_up:
+            self._audits.seconds, self._gives_graph_up = self._audits.seconds + seconds, False
         if verifier is not None and verifier.difference is not None:
             recorded.release()
             self._definition.backend.release()
@@ -445,8 +452,15 @@ class FullIteration(Generic[BatchT, ResultT]):
             return False
         is_other = mismatch is not None
         reason = "mismatch" if is_other else why_not(self._definition, self._recorded)
-        missing = 0 if reason else missing_bytes(self._definition, self._recorded)
-        if not self._ranks.any(reason is not None or missing > 0):
+        missing = without_graph = 0
+        if reason is None:
+            missing, without_graph = missing_bytes(self._definition, self._recorded)
+        of_a_capture = self._capture_seconds / max(1, self._captures)
+        fits = not missing or (not without_graph and schedule.affords(of_a_capture))
+        is_blocked = reason is not None or not fits
+        blocked, gives_up = self._ranks.highest([int(is_blocked), int(missing > 0)])
+        if not blocked:
+            self._gives_graph_up = bool(gives_up)
             return True
         if missing:
             self._audits.without_memory(missing)
@@ -464,13 +478,18 @@ class FullIteration(Generic[BatchT, ResultT]):
         """Runs a step eagerly and compares it with the capture; returns its result in a tuple.
 
         Returns None if memory ran out. Everything is as before then, and the step may be replayed.
+        If the graph is given up for the audit, the next step is captured again.
         """
         self._audits.step = self._calls
-        audit, result, missing = self._recorded.audit, None, None
+        recorded, result, missing = self._recorded, None, None
+        audit = recorded.audit
         assert audit is not None
         started = time.perf_counter()
+        if self._gives_graph_up:
+            self._resources.release()
+            self.state = "warmup"
         try:
-            result, difference = self._run_audited(leaves, structure)
+            result, difference = self._run_audited(recorded, leaves, structure)
         except UndoneError as error:
             missing = error.missing
         if result is None:
@@ -495,12 +514,14 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._audits.found(_NAME, message, warn)
         return result
 
-    def _run_audited(self, leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], str | None]:
+    def _run_audited(
+        self, recorded: RecordedStep, leaves: list[Any], structure: Any
+    ) -> tuple[tuple[Any, ...], str | None]:
         """The result of an audited step in a tuple, and the first difference on any rank."""
         is_alone = self._ranks.group is None  # other ranks cannot put their step back
         with self._on_given_stream():
             outputs, difference = audited_step(
-                self._definition, self._recorded, leaves, structure, may_undo=is_alone
+                self._definition, recorded, leaves, structure, may_undo=is_alone
             )
             result = owned(self._definition.assigned.take(outputs))
         return (result,), self._ranks.first_of(difference)
