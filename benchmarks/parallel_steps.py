@@ -64,6 +64,7 @@ class Case:
     rows_factor: float | None = None
     compiled: bool = False
     scopes: str = ""
+    recompute: bool = False
     whole: bool = False
     our_adamw: bool = False
     replicated: bool = False
@@ -115,6 +116,7 @@ def _moe(name: str, setting: Setting, ranks: int, smoke: bool, trace: bool) -> I
             yield replace(case, contender=f"eager, {dispatcher}")
         in_scopes = replace(case, scopes="attn,moe", replicated=True)
         yield replace(in_scopes, contender=f"attn,moe, {dispatcher}")
+        yield replace(in_scopes, contender=f"attn,moe, {dispatcher}, recompute", recompute=True)
         yield replace(case, contender=f"whole step, {dispatcher}", whole=True)
     # The last of them.
     name, bounded = f"whole step, {dispatcher}", replace(case, whole=True)
@@ -158,7 +160,12 @@ class Run:
         self.graphs = None
         self.step: Callable[[Tensor], Tensor] = self._step
         if case.scopes:
-            config = GraphConfig(case.scopes, warmup_steps=WARMUP_STEPS, audit_every=None)
+            config = GraphConfig(
+                case.scopes,
+                recompute=case.recompute,
+                warmup_steps=WARMUP_STEPS,
+                audit_every=None,
+            )
             self.graphs = graph(self.model, config)
             self.step = self._step_in_scopes
         if case.whole:

@@ -24,7 +24,10 @@ WAYS = {
     "recipe, all_to_all": "graphs of `attn,moe_router,moe_preprocess`, `all_to_all`",
     "attn,moe, all_gather": "graphs of `attn,moe`, `all_gather`",
     "attn,moe, symmetric": "graphs of `attn,moe`, `symmetric`",
-    "attn,moe, symmetric, our AdamW": "the same, our AdamW",
+    "attn,moe, symmetric, recompute": (
+        "the same, layers computed and rows received again (`recompute=True`)"
+    ),
+    "attn,moe, symmetric, our AdamW": "graphs of `attn,moe`, `symmetric`, our AdamW",
     "whole step, all_gather": "whole step, `all_gather`",
     "whole step, symmetric": "whole step, `symmetric`",
     "whole step, symmetric, 1.25": "the same, `rows_factor=1.25`",

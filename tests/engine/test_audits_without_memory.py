@@ -291,7 +291,7 @@ def test_a_step_without_room_is_audited_after_the_release_of_its_graph(device, m
 @on_devices
 @pytest.mark.parametrize("limits", [{"share": 1e-9}, {"free": -(1 << 29)}])
 def test_an_audit_without_room_waits_until_a_new_capture_is_paid_for(device, limits, monkeypatch):
-    """Nor does the audit run if memory is missing even without the graph."""
+    """The audit never runs if memory is missing even without the graph."""
     _, report = audited_without_room(device, monkeypatch, **limits)
     assert (report.captures, report.audited) == (1, 0)
     assert report.audits_skipped["memory"] >= 1
