@@ -31,10 +31,10 @@ from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUNS = 64  # number of runs that show whether runs vary
-_CHUNK = 1 << 24  # elements whose bits are widened at once
+_CHUNK = 1 << 22  # elements whose bits are widened at once
 _NOISE = 16  # a factor for the difference of eager runs, because two runs are a small sample
 _ROUNDINGS = 2  # number of roundings by which a whole tensor may be off
-_PROJECTIONS, _SIDE = 8, 4096  # _SIDE squared is _CHUNK
+_PROJECTIONS, _SIDE = 8, 2048  # _SIDE squared is _CHUNK
 _ROUNDS = 4  # number of further runs if something differs
 
 Left = Sequence[tuple[str, Tensor | None]]

@@ -59,6 +59,13 @@ class Backend(abc.ABC):
         return contextlib.nullcontext()
 
     @abc.abstractmethod
+    def cache_piece(self, nbytes: int) -> None:
+        """Leaves one free piece in the allocator's cache of the current stream.
+
+        Eager work that allocates no more than this then leaves fewer gaps. ``make_room`` frees it.
+        """
+
+    @abc.abstractmethod
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """Context for eager work on the captures' stream, ordered with the caller's stream."""
 

@@ -206,6 +206,9 @@ class CpuRecorder(Backend):
     def make_room(self) -> None:
         pass
 
+    def cache_piece(self, nbytes: int) -> None:
+        pass
+
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
         yield

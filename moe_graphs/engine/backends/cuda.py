@@ -115,27 +115,23 @@ class CudaGraphs(Backend):
         much.
         """
         pool = torch.cuda.graph_pool_handle()
-        if nbytes >= _LARGE_POOL and not _pieces_are_not_split():
-            self._pieces[pool] = nbytes
+        self._pieces[pool] = nbytes
         return pool
 
     @contextlib.contextmanager
     def record(self, pool: Any) -> Iterator[list[Graph]]:
         self._make_workspaces()
         with self._record(pool) as graphs:
-            self._make_piece(self._pieces.pop(pool, 0))
+            self.cache_piece(self._pieces.pop(pool, 0))  # it stays with the pool
             yield graphs
 
-    def _make_piece(self, nbytes: int) -> None:
-        """Allocates a piece and frees it at once; it stays with the pool.
-
-        It is no tensor, because torch might fill a new tensor.
-        """
-        if nbytes:
-            # Without memory for one piece the allocator takes several.
-            with contextlib.suppress(torch.OutOfMemoryError):
-                piece = torch.cuda.caching_allocator_alloc(nbytes)
-                torch.cuda.caching_allocator_delete(piece)
+    def cache_piece(self, nbytes: int) -> None:
+        if nbytes < _LARGE_POOL or _pieces_are_not_split():
+            return
+        # Without memory for one piece the allocator takes several. A tensor might be filled.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            piece = torch.cuda.caching_allocator_alloc(nbytes)
+            torch.cuda.caching_allocator_delete(piece)
 
     def _make_workspaces(self) -> None:
         """Makes cuBLAS's workspace for this thread and stream.

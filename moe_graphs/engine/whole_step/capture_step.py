@@ -56,7 +56,7 @@ from moe_graphs.engine.whole_step.optimizers import (
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StaticBatch, StepDefinition
 from moe_graphs.errors import CaptureError
 
-_ROOM_FOR_GAPS = 12  # a pool begins with this share more than a run allocates at most
+_ROOM_FOR_GAPS = 12  # a piece of memory is by this share larger than what a run allocates at most
 
 
 def record_step(
@@ -64,6 +64,7 @@ def record_step(
     batch: Any,
     accessed: AccessedNames | None,
     *,
+    peak: int,
     trial_runs: int,
     verify: bool,
     ranks: Ranks,
@@ -73,6 +74,7 @@ def record_step(
 
     Args:
         accessed: the Python that a real call has run, if there was one.
+        peak: bytes that this call allocated at most; 0 if nobody knows.
 
     Raises:
         CaptureError: for what in the step cannot be captured, with its line.
@@ -88,6 +90,7 @@ def record_step(
         gc.collect()  # garbage is not collected while a capture runs
         backend.make_room()  # memory cached by eager steps serves no other stream
         with StateBefore(definition, accessed) as before, backend.on_stream():
+            backend.cache_piece(_with_room_for_gaps(peak))
             with ranks.together():
                 prepared = _prepare(definition, batch, trial_runs, before)
             ranks.join(prepared.seen.groups)
@@ -187,8 +190,12 @@ def _prepare(
         found = gradients_to_find(parameters, before.gradients, seen.dropped)
     set_gradients(parameters, found)
     # In one piece the allocator joins what is free; separate allocations leave gaps of all sizes.
-    pool = definition.backend.new_pool(seen.peak + seen.peak // _ROOM_FOR_GAPS)
+    pool = definition.backend.new_pool(_with_room_for_gaps(seen.peak))
     return _Prepared(static, state, seen, found, pool, entry)
+
+
+def _with_room_for_gaps(peak: int) -> int:
+    return peak + peak // _ROOM_FOR_GAPS
 
 
 def _record(

@@ -196,7 +196,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._off_because: str | None = None
         self._agrees = agree or on_mismatch != "eager"
         self._verify = verify
-        self._reads: AccessedNames | None = None
+        self._reads: AccessedNames | None = None  # by the last warm-up call
+        self._peak = 0  # bytes that this call allocated at most
         self._refused: str | None = None
         self._not_reproducible = False
         self.state = "warmup"
@@ -362,6 +363,10 @@ class FullIteration(Generic[BatchT, ResultT]):
         )
 
     @property
+    def _on_cuda(self) -> bool:
+        return self._definition.backend.device.type == "cuda"
+
+    @property
     def _recorded(self) -> RecordedStep:
         assert self._resources.captured is not None
         return self._resources.captured
@@ -376,9 +381,16 @@ class FullIteration(Generic[BatchT, ResultT]):
                 return self._eager(batch, "warmup")
         with (
             torch.autograd.set_multithreading_enabled(False),
+            self._definition.backend.meter()
+            if self._on_cuda
+            else contextlib.nullcontext() as meter,
             AccessedNames(in_step=True) as accessed,
         ):
             result = self._eager(batch, "warmup")
+        if (
+            meter is not None and self._warmup_steps > 1
+        ):  # the first update makes states, which last
+            self._peak = meter.peak()
         self._reads = accessed
         return result
 
@@ -400,8 +412,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         started = time.perf_counter()
         self._resources.release()
         self._audits.step, self._audits.schedules, self._audit_due = self._calls, 0, NEVER
-        on_cuda = self._definition.backend.device.type == "cuda"
-        if on_cuda and fsdp.wrappers(self._definition.model):
+        if self._on_cuda and fsdp.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
             trial_runs = max(trial_runs, fsdp.EAGER_FORWARDS - eager_forwards)
         self._off_because = None
@@ -411,6 +422,7 @@ class FullIteration(Generic[BatchT, ResultT]):
                 self._definition,
                 batch,
                 self._reads,
+                peak=self._peak,
                 trial_runs=trial_runs,
                 verify=self._verify,
                 ranks=self._ranks,
@@ -419,6 +431,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         except BaseException as error:
             self.state, self._off_because = "capture_failed", str(error)
             raise
+        self._definition.backend.make_room()  # comparisons leave memory in the allocator's cache
         self._captures, self._misses = self._captures + 1, FallbackWarning()
         seconds = time.perf_counter() - started
         self._capture_seconds += seconds

@@ -106,6 +106,26 @@ def test_a_graph_takes_little_more_than_a_step_allocates():
 
 
 @pytest.mark.gpu
+def test_trial_runs_of_a_capture_reserve_no_more_than_its_graph():
+    torch.manual_seed(0)
+    sizes = [(512 * (1 + i % 3), 512 * (1 + (i + 1) % 3)) for i in range(12)]
+    model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    step, batch = a_step_with(model, optimizer), torch.randn(8192, 512, device="cuda")
+    with FullIteration(step, model=model, optimizer=optimizer, audit_every=None) as iteration:
+        for _ in range(3):
+            iteration(batch)
+        torch.cuda.empty_cache()
+        lasting = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        iteration(batch)
+        torch.cuda.synchronize()
+        pool = iteration.report().pool_bytes
+        assert torch.cuda.max_memory_reserved() - lasting <= pool + (160 << 20)  # workspaces
+        assert torch.cuda.memory_reserved() - lasting <= pool + (96 << 20)
+
+
+@pytest.mark.gpu
 def test_states_of_an_optimizer_lie_in_segments_of_their_own():
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
