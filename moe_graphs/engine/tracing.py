@@ -68,6 +68,19 @@ _WITH_RUNNING_STATISTICS = tuple(
     getattr(torch.ops.aten, name)
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 )
+# Backwards of attention on GPUs, which torch documents as not deterministic.
+_ADDING_IN_ANY_ORDER = {
+    f"{name}_backward"
+    for name in (
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention",
+        "aten::_efficient_attention",
+        "aten::_cudnn_attention",
+        "torch_attn::_varlen_attn",
+    )
+}
 _HOST_READ = (
     "reads values on the host, which a graph cannot replay: keep them in tensors on the device "
     "(torch.where in place of if), read them outside of what is captured, or choose scopes that "
@@ -276,6 +289,12 @@ class Operations(DispatchMode):
         out = func(*args, **kwargs)
         self._note_made(func, out)
         return out
+
+    def add_in_any_order(self) -> bool:
+        """Whether one of the operations adds with atomics, so that its sums vary in rounding."""
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        return any(_name_of(func) in _ADDING_IN_ANY_ORDER for func, *_ in self.ops)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _computes_nothing(func):
@@ -570,6 +589,10 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     # The caller decides whether a default of None is passed along, so it is left out.
     given = tuple((key, _plain(value)) for key, value in kwargs.items() if value is not None)
     return (func, _plain(args), given)
+
+
+def _name_of(func: Any) -> str:
+    return func.name().partition(".")[0] if isinstance(func, torch._ops.OpOverload) else str(func)
 
 
 def _plain(value: Any) -> Any:

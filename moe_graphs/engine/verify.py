@@ -131,6 +131,8 @@ class ByValue:
         replayed: Left,
         beside: Callable[[], Difference | None],
         another_run: Callable[[], Left],
+        *,
+        any_order: bool = False,
     ) -> Verdict:
         """Verdict on a recording that can be replayed only once.
 
@@ -141,17 +143,20 @@ class ByValue:
             again: results of a second eager run.
             beside: how the side effects of the replay differ from those of eager.
             another_run: runs eagerly once more.
+            any_order: whether an operation is known to add in any order. Then sums in another order
+                are no error, even if all eager runs agree.
         """
         eager_varies, explained = difference(eager, again) is not None, set[str]()
         found = unexplained(eager, again, replayed, explained)
         of_effects = beside() if found is None and not eager_varies else None
         found = found or of_effects
-        for number in range(_RUNS):
+        for number in range(_ROUNDS if any_order else _RUNS):
             if not self._anywhere(_is_open(found, eager_varies, number)):
                 break
             again = another_run()
             eager_varies |= difference(eager, again) is not None
             found = unexplained(eager, again, replayed, explained) or of_effects
+        eager_varies |= any_order and found is not None
         # If runs vary somewhere, sums in another order are no error.
         is_worse = found is not None and not (eager_varies and found.only_order_of_sums)
         if self._anywhere(is_worse):
@@ -195,11 +200,14 @@ class ByFingerprint:
         if self._not_reproducible:
             self._again += [_looks_of(eager) for _ in range(_ROUNDS)]
 
-    def check(self, eager: Run, replay: Run, make_room: Callable[[], None]) -> Verdict:
+    def check(
+        self, eager: Run, replay: Run, make_room: Callable[[], None], *, any_order: bool = False
+    ) -> Verdict:
         """Replays and compares. The state afterwards is that after a replay.
 
         Args:
             make_room: called after further runs, which leave memory in the allocator's cache.
+            any_order: as in ``ByValue.replayed_once``.
         """
         replayed = _looks_of(replay)
         wrong = [name for name in self._expected if not self._is_right(name, self._again, replayed)]
@@ -209,6 +217,7 @@ class ByFingerprint:
             if self._anywhere(bool(wrong)):  # all ranks run, because a run holds collectives
                 name = (wrong or list(self._expected))[0]
                 found = _difference(name, eager, replay) if wrong else _elsewhere(eager, replay)
+                self._not_reproducible |= any_order
                 # If runs vary somewhere, sums in another order are no error.
                 is_worse = not (self._not_reproducible and found.only_order_of_sums)
                 if self._anywhere(bool(wrong) and is_worse):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from moe_graphs.engine.tracing import Operations
 from moe_graphs.engine.verify import ELSEWHERE, ByFingerprint, ByValue, Difference
 
 X = torch.arange(1.0, 9.0)
@@ -150,6 +151,38 @@ def test_sums_in_another_order_are_no_difference_if_eager_backwards_vary(vary):
     assert (verdict.difference is None) is vary
 
 
+@pytest.mark.parametrize("replayed", [ROUNDED, WRONG])
+def test_sums_in_another_order_are_no_difference_if_a_kernel_is_known_to_add_in_any_order(replayed):
+    another = Runs(left(X))
+    verdict = ByValue(bool).replayed_once(
+        left(X), left(X), left(replayed), Runs(None), another, any_order=True
+    )
+    assert verdict.not_reproducible
+    assert (verdict.difference is None) is (replayed is ROUNDED)
+    assert another.count == 4
+
+
+def operations_of(function, *args):
+    with Operations() as operations:
+        function(*args)
+    return operations
+
+
+def test_backwards_of_attention_on_gpus_are_known_to_add_in_any_order():
+    q = torch.randn(1, 1, 8, 16, device="meta", dtype=torch.bfloat16)
+    forward = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, *rest = forward(q, q, q, None, True)
+    arguments = (q, q, q, q, None, out, *rest, 0.0, [True, True, True, False])
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    assert operations_of(backward, *arguments).add_in_any_order()
+    assert not operations_of(forward, q, q, q, None, True).add_in_any_order()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not operations_of(backward, *arguments).add_in_any_order()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # ---- by fingerprint
 
 
@@ -168,6 +201,15 @@ def test_a_step_runs_eagerly_twice_and_is_replayed_once_if_all_is_well():
     verdict, rooms = checked(eager, replay)
     assert (verdict.difference, verdict.not_reproducible, rooms) == (None, False, [])
     assert (eager.count, replay.count) == (2, 1)
+
+
+@pytest.mark.parametrize("replayed", [ROUNDED, WRONG])
+def test_a_step_whose_kernels_add_in_any_order_may_replay_sums_in_another_order(replayed):
+    strategy = ByFingerprint(bool)
+    strategy.expect(Runs(named(X)))
+    verdict = strategy.check(Runs(named(X)), Runs(named(replayed)), lambda: None, any_order=True)
+    assert verdict.not_reproducible
+    assert (verdict.difference is None) is (replayed is ROUNDED)
 
 
 def test_a_step_that_differs_is_told_by_its_values_which_are_computed_once_more():

@@ -405,6 +405,7 @@ class Recorder:
                 with self.backend.record(pool) as graphs, made, operations:
                     gradients = run.first_part(static, last=last)
                 (graph,) = graphs
+                site.planned.adds_in_any_order |= operations.add_in_any_order()
                 if audit is not None and operations.origins is not None:
                     audit.backward = Stream.of(operations, gradients)
             else:

@@ -285,7 +285,12 @@ class Verification:
             return left([gradients[use] for use in recorded.uses])
 
         verdict = ByValue(planned.ranks.any).replayed_once(
-            left(eager), left(again), left(recorded.gradients), effects.difference, another_run
+            left(eager),
+            left(again),
+            left(recorded.gradients),
+            effects.difference,
+            another_run,
+            any_order=planned.adds_in_any_order,
         )
         planned.not_reproducible |= verdict.not_reproducible
         if verdict.difference is not None:

@@ -561,7 +561,9 @@ class StepVerification:
                 f"state that Python keeps (a counter, random, time), and a replay runs no Python"
             )
         replay, make_room = partial(self._replay, recorded), self._definition.backend.make_room
-        return self._strategy.check(self._run_eagerly, replay, make_room)
+        return self._strategy.check(
+            self._run_eagerly, replay, make_room, any_order=operations.add_in_any_order()
+        )
 
     def _run_eagerly(self) -> dict[str, Any]:
         self._put_back()
