@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from markdown_cells import gibibytes, table, times
-from result_lines import Line, Select, sources
+from result_lines import H200, Line, Select, sources
 
 DISPATCHED = ((256, 1024, 4), (2048, 1024, 4), (8192, 2048, 8), (16384, 4096, 8))
 DISPATCHERS = ("all_to_all", "all_gather", "symmetric")
@@ -24,10 +24,7 @@ WAYS = {
     "recipe, all_to_all": "graphs of `attn,moe_router,moe_preprocess`, `all_to_all`",
     "attn,moe, all_gather": "graphs of `attn,moe`, `all_gather`",
     "attn,moe, symmetric": "graphs of `attn,moe`, `symmetric`",
-    "attn,moe, symmetric, recompute": (
-        "the same, layers computed and rows received again (`recompute=True`)"
-    ),
-    "attn,moe, symmetric, our AdamW": "graphs of `attn,moe`, `symmetric`, our AdamW",
+    "attn,moe, symmetric, our AdamW": "the same, our AdamW",
     "whole step, all_gather": "whole step, `all_gather`",
     "whole step, symmetric": "whole step, `symmetric`",
     "whole step, symmetric, 1.25": "the same, `rows_factor=1.25`",
@@ -157,7 +154,8 @@ def _step(line: Line | None) -> str:
 
 
 def _newest_way(lines: Sequence[Line], model: str, name: str) -> Line | None:
-    """Newest line under either name: until commit 15b9e35 some contenders had other names."""
+    """Newest line of H200s under either name: until 15b9e35 some contenders had other names."""
+    lines = [line for line in lines if line["environment"]["gpu"] == H200]
     for contender in (name, name.replace("1.25, ", "1.25, one barrier, ")):
         where = {"model": model, "contender": contender}
         if contender != "whole step, symmetric, 1.25, one barrier, our AdamW":
