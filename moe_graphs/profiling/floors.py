@@ -116,6 +116,9 @@ def _ours() -> dict[Any, Any]:
     def product(rows: Any, weight: Any, *_: Any, **__: Any) -> int:
         return 2 * rows[0] * weight[-1] * weight[-2]
 
+    def products(rows: Any, weight: Any, low: Any, factor: Any, *_: Any, **__: Any) -> int:
+        return product(rows, weight) + product(low, factor)
+
     def weight_gradient(rows: Any, gradient: Any, *_: Any, **__: Any) -> int:
         return 2 * rows[0] * rows[1] * gradient[1]
 
@@ -126,6 +129,7 @@ def _ours() -> dict[Any, Any]:
         "gather_gemm_forward": gathered,
         "grouped_gemm_forward": product,
         "grouped_gemm_dgrad": product,
+        "grouped_gemm_with_lora": products,
         "grouped_gemm_wgrad": weight_gradient,
         "grouped_gemm_wgrad_add": weight_gradient,
     }

@@ -40,6 +40,9 @@ def cpu_as_gpu() -> Iterator[None]:
         gemm.reference,
         grouped_gemm=lambda x, w, ends: gemm.rows_on_gpu(x, w, ends, True),
         grouped_gemm_dgrad=lambda dy, w, ends: gemm.rows_on_gpu(dy, w.transpose(1, 2), ends, True),
+        grouped_gemm_with_lora=lambda x, w, low, b, ends: gemm.rows_on_gpu(
+            x, w, ends, False, (low, b)
+        ),
         grouped_gemm_wgrad=lambda x, dy, ends: launch.matmul_weights(x, dy.contiguous(), ends),
     )
     makers = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]

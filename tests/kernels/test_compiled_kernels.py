@@ -78,6 +78,37 @@ def test_rows(compiled, name, transposed, columns, dtype):
         assert max(kernel.carried) > 10
 
 
+@pytest.mark.parametrize(
+    ("name", "transposed", "columns", "rank"),
+    few(
+        grid(
+            ["cooperative", "pingpong", "pointer", "cooperative, cut along K"],
+            [False, True],
+            [1024, 384],
+            [8, 16, 128],
+        )
+    ),
+)
+def test_rows_with_a_product_beside(compiled, name, transposed, columns, rank):
+    """The producer loads other operands behind the last step, and the consumers do not know."""
+    name, _, cut = name.partition(", ")
+    x, out = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
+    low = torch.empty(4096, rank, dtype=BF16)
+    w, b = (
+        torch.empty((8, columns, k) if transposed else (8, k, columns), dtype=BF16)
+        for k in (512, rank)
+    )
+    variant = gemm.row_variant(name, columns)
+    partials = torch.empty(132, variant.block_m, variant.block_n) if cut else None
+    launch = gemm.kernels_of(variant, CPU).rows_launch(
+        variant, x, w, out, work(8), transposed, 132, partials, (low, b)
+    )
+    (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
+    check(kernel, wgmma=name != "pointer")
+    if name in ROWS_CARRY:
+        assert kernel.carried == ROWS_CARRY[name]
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("columns", [1024, 384])
 def test_gathered_rows(compiled, columns, dtype):

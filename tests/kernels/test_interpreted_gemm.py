@@ -173,3 +173,25 @@ def test_grouped_gemm(sizes, K, N):
         portable_pointer.weights_launch(variant, x, dy, out, order, how, 3).run()
         expected = reference.grouped_gemm_wgrad(x, dy, ends) + (2.0 if add else 0.0)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("K", "rank"), [(72, 8), (64, 40)])
+def test_a_product_beside_is_in_the_same_sum(K, rank, transposed):
+    torch.manual_seed(0)
+    ends, N = torch.tensor([0, 70, 73, 203], dtype=torch.int32), 200
+    real, experts = int(ends[-1]), len(ends)
+    x, low = torch.randn(real + 9, K), torch.randn(real + 9, rank)
+    x[real:], low[real:] = float("nan"), float("nan")
+    w, b = torch.randn(experts, K, N), torch.randn(experts, rank, N)
+    expected = reference.grouped_gemm_with_lora(x, w, low, b, ends)
+    apart = reference.grouped_gemm(x, w, ends) + reference.grouped_gemm(low, b, ends)
+    torch.testing.assert_close(expected, apart, rtol=1e-4, atol=1e-4)
+    w, b = (each.mT.contiguous() if transposed else each for each in (w, b))
+    variant = heuristics.row_variant("pointer", N)
+    work = tile_scheduler.row_tiles(ends, len(x), variant.block_m)
+    out = torch.full((len(x), N), POISON)
+    given = (variant, x, w, out, work, transposed, 3, None, (low, b))
+    portable_pointer.rows_launch(*given).run()
+    torch.testing.assert_close(out[:real], expected[:real], rtol=1e-4, atol=1e-4)
+    assert bool((out[real:] == POISON).all())

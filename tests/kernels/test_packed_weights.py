@@ -254,7 +254,7 @@ def test_nobody_reads_the_scratch_between_products(beside, monkeypatch):
 
         return multiply
 
-    for name in ("grouped_gemm_forward", "grouped_gemm_dgrad"):
+    for name in ("grouped_gemm_forward", "grouped_gemm_dgrad", "grouped_gemm_with_lora"):
         monkeypatch.setattr(lora, name, poisoning(getattr(lora, name)))
     torch.manual_seed(2)
     assert all(map(torch.equal, results(leaves(), packed, beside), expected))

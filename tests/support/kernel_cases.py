@@ -40,6 +40,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "grouped GEMM, rows": lambda: _rows(1024),
         "grouped GEMM, narrow rows": lambda: _rows(384),
         "grouped GEMM, long sums": lambda: _rows(1024, K=4096),
+        "grouped GEMM, rows with LoRA": _rows_with_lora,
         "grouped GEMM, gathered rows": _gathered_rows,
         "grouped GEMM, weights": lambda: _weights(1024),
         "grouped GEMM, narrow weights": lambda: _weights(384),
@@ -78,6 +79,19 @@ def _rows(columns: int, K: int = 512) -> None:
             shape = (experts, columns, K) if transposed else (experts, K, columns)
             w = torch.empty(shape, dtype=BF16)
             gemm.matmul_rows(x, w, _offsets(experts), transposed=transposed, out=out)
+
+
+def _rows_with_lora() -> None:
+    low, x, out = (torch.empty(4096, width, dtype=BF16) for width in (16, 512, 1024))
+    for experts, transposed in ((4, False), (64, True)):
+        pairs = []
+        for rows in (x, low):
+            shape = (experts, rows.shape[1], 1024)
+            w = torch.empty(shape, dtype=BF16)
+            pairs.append((rows, w.view(experts, 1024, -1) if transposed else w))
+        gemm.matmul_rows(
+            *pairs[0], _offsets(experts), transposed=transposed, out=out, beside=pairs[1]
+        )
 
 
 def _gathered_rows() -> None:

@@ -115,6 +115,13 @@ def grouped_gemm_dgrad(
 
 
 @define_op()
+def grouped_gemm_with_lora(
+    x_RK: Tensor, w_EKN: Tensor, low_Rr: Tensor, b_ErN: Tensor, offsets_E: Tensor
+) -> Tensor:
+    return reference.grouped_gemm_with_lora(x_RK, w_EKN, low_Rr, b_ErN, offsets_E)
+
+
+@define_op()
 def grouped_gemm_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return reference.grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
 
@@ -134,6 +141,11 @@ def _(x_RK, w_EKN, offsets_E, zero_tail):
 @torch.library.impl("moe_graphs::grouped_gemm_dgrad", "cuda")
 def _(grad_RN, w_EKN, offsets_E, zero_tail):
     return rows_on_gpu(grad_RN, w_EKN.transpose(1, 2), offsets_E, zero_tail)
+
+
+@torch.library.impl("moe_graphs::grouped_gemm_with_lora", "cuda")
+def _(x_RK, w_EKN, low_Rr, b_ErN, offsets_E):
+    return rows_on_gpu(x_RK, w_EKN, offsets_E, False, (low_Rr, b_ErN))
 
 
 @torch.library.impl("moe_graphs::grouped_gemm_wgrad_add", "cuda")
@@ -158,17 +170,36 @@ def _(x_RK, grad_RN, offsets_E):
     return torch._grouped_mm(x_RK.t(), grad_RN.contiguous(), offs=offsets_E)
 
 
-def rows_on_gpu(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:
-    """Rows times ``w_EKN``, which may be a transposed view: the kernels read either as it lies."""
+def rows_on_gpu(
+    x_RK: Tensor,
+    w_EKN: Tensor,
+    offsets_E: Tensor,
+    zero_tail: bool,
+    beside: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Rows times ``w_EKN``, which may be a transposed view: the kernels read either as it lies.
+
+    Args:
+        beside: rows ``[R, r]`` and matrices ``[E, r, N]``, whose product is added. Matrices that
+            lie otherwise than ``w_EKN`` are copied.
+    """
     if not has_triton():
-        return _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
+        out_RN = _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
+        return out_RN if beside is None else out_RN.add_(_grouped_mm(*beside, offsets_E, zero_tail))
     from moe_graphs.kernels.gemm import launch
     from moe_graphs.kernels.gemm.tile_scheduler import zero_tail_
 
     transposed = not w_EKN.is_contiguous()
-    weights = w_EKN.transpose(1, 2) if transposed else w_EKN
+
+    def as_they_lie(rows: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        matrices = matrices.transpose(1, 2) if transposed else matrices
+        return rows.contiguous(), matrices.contiguous()
+
     out_RN = launch.matmul_rows(
-        x_RK.contiguous(), weights.contiguous(), offsets_E, transposed=transposed
+        *as_they_lie(x_RK, w_EKN),
+        offsets_E,
+        transposed=transposed,
+        beside=None if beside is None else as_they_lie(*beside),
     )
     return zero_tail_(out_RN, offsets_E) if zero_tail else out_RN
 
@@ -193,6 +224,11 @@ def _(x_RK, w_EKN, offsets_E, zero_tail):
 @torch.library.register_fake("moe_graphs::grouped_gemm_dgrad")
 def _(grad_RN, w_EKN, offsets_E, zero_tail):
     return grad_RN.new_empty(grad_RN.shape[0], w_EKN.shape[1])
+
+
+@torch.library.register_fake("moe_graphs::grouped_gemm_with_lora")
+def _(x_RK, w_EKN, low_Rr, b_ErN, offsets_E):
+    return x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
 
 
 @torch.library.register_fake("moe_graphs::grouped_gemm_wgrad")

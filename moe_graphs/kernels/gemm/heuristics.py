@@ -19,6 +19,9 @@ from moe_graphs.kernels.launching import cdiv
 LONG_SUM = 4096
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]  # operands of a product: rows [R, K], and matrices
+
+
 @dataclass(frozen=True)
 class Variant:
     """A kernel of the grouped GEMM with its tile, and what the launch has to know about it.
@@ -33,6 +36,7 @@ class Variant:
         pingpong: the two consumers take tiles by turns; otherwise they share a tile's rows.
         partial_sums: the kernel can leave partial sums in fp32 for another kernel to add up: those
             of the last round's tiles, which are cut along K, or those of an expert with many rows.
+        adds_beside: a rows kernel can add a second product within its own sum.
     """
 
     name: str
@@ -46,6 +50,11 @@ class Variant:
     buffers: int = 1
     pingpong: bool = False
     partial_sums: bool = False
+    adds_beside: bool = False
+
+    def steps(self, product: Pair | None) -> int:
+        """The steps of a product's sum; 0 without a product."""
+        return 0 if product is None else cdiv(product[0].shape[1], self.block_k)
 
 
 @functools.cache
@@ -53,13 +62,16 @@ def row_variant(name: str, columns: int, gpu: Architecture = HOPPER) -> Variant:
     """The tile of a rows kernel: narrow where wide ones would waste a seventh of ``columns``."""
     wide = _wastes_little(columns)
     n = 256 if wide else 128
+    cooperative = Variant("cooperative", "sm90_rows", 128, n, 64, 3 if wide else 5)
+    pingpong = Variant("pingpong", "sm90_rows", 64, n, 64, 4 if wide else 6, pingpong=True)
+    pointer = Variant("pointer", "portable_pointer", 64, 128, 32, 3, adds_beside=True)
     variants = (
-        Variant("cooperative", "sm90_rows", 128, n, 64, 3 if wide else 5, partial_sums=True),
-        Variant("pingpong", "sm90_rows", 64, n, 64, 4 if wide else 6, pingpong=True),
+        replace(cooperative, partial_sums=True, adds_beside=True),
+        replace(pingpong, adds_beside=True),
         Variant("gather", "sm90_rows", 128, n, 64, 4 if wide else 5, pieces=2 if wide else 1),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8),
-        Variant("pointer", "portable_pointer", 64, 128, 32, 3),
-        Variant("fp32", "portable_pointer", 64, 128, 32, 3, warps=8),
+        pointer,
+        replace(pointer, name="fp32", warps=8),
     )
     return _chosen(variants, name, gpu)
 

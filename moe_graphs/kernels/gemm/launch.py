@@ -14,6 +14,7 @@ import torch
 
 from moe_graphs.kernels.gemm.heuristics import (
     LONG_SUM,
+    Pair,
     Variant,
     accumulate_mode,
     choose_rows,
@@ -44,6 +45,7 @@ def matmul_rows(
     transposed: bool = False,
     out: torch.Tensor | None = None,
     variant: Variant | None = None,
+    beside: Pair | None = None,
 ) -> torch.Tensor:
     """``out_RN[r] = x_RK[r] @ w[e]`` for the rows of expert e: forward, and the input gradient.
 
@@ -55,6 +57,9 @@ def matmul_rows(
         out: [R, N]. Rows past the last end are neither read nor written: without ``out`` they are
             uninitialised.
         variant: the kernel and its tile; chosen from static averages if it is None.
+        beside: rows [R, r] and matrices laid out as w, whose product is added. Kernels add it
+            within their sum. The variant tma alone sums two products that were rounded, also in
+            the rows past the last end.
 
     Raises:
         ValueError: memory that the kernels do not take, or a variant that the GPU does not run.
@@ -64,6 +69,8 @@ def matmul_rows(
     if out is None:
         out = x_RK.new_empty(rows, N)
     check_memory(x=x_RK, w=w_EKN, out=out)
+    if beside is not None:
+        check_memory(low=beside[0], b=beside[1])
     if rows == 0:
         return out
     if variant is None:
@@ -71,12 +78,17 @@ def matmul_rows(
         variant = row_variant(choose_rows(gpu, x_RK.dtype, rows, experts), N, gpu)
     v, grid, last_round, partials = variant, sm_count(device), None, None
     kernels = kernels_of(v, device)
+    if beside is not None and not v.adds_beside:
+        given = {"transposed": transposed, "variant": v}
+        matmul_rows(x_RK, w_EKN, offsets_E, out=out, **given)
+        return out.add_(matmul_rows(*beside, offsets_E, **given))
     if v.partial_sums and K >= LONG_SUM:
-        last_round = LastRound(cdiv(N, v.block_n), cdiv(K, v.block_k), grid)
+        steps = v.steps((x_RK, w_EKN)) + v.steps(beside)
+        last_round = LastRound(cdiv(N, v.block_n), steps, grid)
         shape = (grid, v.block_m, v.block_n)
         partials = torch.empty(shape, dtype=torch.float32, device=device)
     work = row_tiles(offsets_E, rows, v.block_m, last_round)
-    kernels.rows_launch(v, x_RK, w_EKN, out, work, transposed, grid, partials).run()
+    kernels.rows_launch(v, x_RK, w_EKN, out, work, transposed, grid, partials, beside).run()
     if last_round is not None and partials is not None:
         add_cut_tiles_(out, partials, work, last_round)
     return out

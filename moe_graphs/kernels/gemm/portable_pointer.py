@@ -1,6 +1,7 @@
 """Grouped GEMMs over plain pointers: for GPUs before Hopper and for Triton's interpreter.
 
     rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
+                          + low_Rr[r] @ b[e]                with BESIDE, laid out as w
     weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
 
 The same work lists and the same results as tma, with masks where that has hardware bounds.
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.gemm.heuristics import Variant
+from moe_graphs.kernels.gemm.heuristics import Pair, Variant
 from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_RECORDS,
     EXPERT_RECORD,
@@ -35,11 +36,13 @@ from moe_graphs.kernels.launching import Launch
 
 @triton.jit
 def rows_pointer_kernel(
-    x_ptr, w_ptr, out_ptr, records_ptr, count_ptr, N, K,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GRID: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, w_ptr, low_ptr, b_ptr, out_ptr, records_ptr, count_ptr, N, K, rank,
+    TRANSPOSED: tl.constexpr, BESIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """BESIDE more steps than those of K have other operands."""
     tiles_n = tl.cdiv(N, BLOCK_N)
+    whole = tl.cdiv(K, BLOCK_K) * BLOCK_K if BESIDE else K
     for tile in tl.range(tl.program_id(0), tl.load(count_ptr + COUNT_RECORDS) * tiles_n, GRID):
         record = records_ptr + (tile // tiles_n) * ROW_RECORD
         e = tl.load(record + ROW_EXPERT).to(tl.int64)
@@ -51,15 +54,21 @@ def rows_pointer_kernel(
         live_m = (rows < end)[:, None]
         live_n = (columns < N)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in tl.range(0, K, BLOCK_K):
+        for k in tl.range(0, whole + BESIDE * BLOCK_K, BLOCK_K):
             ks = k + tl.arange(0, BLOCK_K)
-            at_x = x_ptr + rows.to(tl.int64)[:, None] * K + ks[None, :]
-            x = tl.load(at_x, mask=live_m & (ks < K)[None, :], other=0.0)
+            of_x, of_w, width = x_ptr, w_ptr, K
+            if BESIDE:
+                behind = k >= whole
+                of_x, of_w = tl.where(behind, low_ptr, x_ptr), tl.where(behind, b_ptr, w_ptr)
+                width = tl.where(behind, rank, K)
+                ks -= tl.where(behind, whole, 0)
+            at_x = of_x + rows.to(tl.int64)[:, None] * width + ks[None, :]
+            x = tl.load(at_x, mask=live_m & (ks < width)[None, :], other=0.0)
             if TRANSPOSED:
-                at_w = w_ptr + e * N * K + columns[None, :] * K + ks[:, None]
+                at_w = of_w + e * N * width + columns[None, :] * width + ks[:, None]
             else:
-                at_w = w_ptr + e * N * K + ks[:, None] * N + columns[None, :]
-            w = tl.load(at_w, mask=live_n & (ks < K)[:, None], other=0.0)
+                at_w = of_w + e * N * width + ks[:, None] * N + columns[None, :]
+            w = tl.load(at_w, mask=live_n & (ks < width)[:, None], other=0.0)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
         at_out = out_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
         tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=live_m & live_n)
@@ -107,11 +116,15 @@ def rows_launch(
     transposed: bool,
     grid: int,
     partials: None = None,
+    beside: Pair | None = None,
 ) -> Launch:
     """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows."""
-    args = (x_RK, w, out_RN, work.records, work.count, out_RN.shape[1], x_RK.shape[1])
+    low, b = beside or (x_RK, w)
+    sizes = out_RN.shape[1], x_RK.shape[1], low.shape[1]
+    args = (x_RK, w, low, b, out_RN, work.records, work.count, *sizes)
     tile: dict[str, Any] = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k}
-    tile |= {"GRID": grid, "TRANSPOSED": transposed, "PRECISION": _precision(x_RK)}
+    tile |= {"GRID": grid, "TRANSPOSED": transposed, "BESIDE": v.steps(beside)}
+    tile |= {"PRECISION": _precision(x_RK)}
     tile |= {"num_warps": v.warps, "num_stages": v.stages}
     return Launch(rows_pointer_kernel, grid, args, tile)
 

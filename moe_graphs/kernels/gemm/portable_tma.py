@@ -116,6 +116,7 @@ def rows_launch(
     transposed: bool,
     grid: int,
     partials: None = None,
+    beside: None = None,
 ) -> Launch:
     """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows."""
     box = (v.block_n, v.block_k) if transposed else (v.block_k, v.block_n)

@@ -25,6 +25,17 @@ def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     return out_RN
 
 
+def grouped_gemm_with_lora(
+    x_RK: Tensor, w_EKN: Tensor, low_Rr: Tensor, b_ErN: Tensor, offsets_E: Tensor
+) -> Tensor:
+    """``grouped_gemm(x, w) + grouped_gemm(low, b)`` in one sum, which is rounded once."""
+    out_RN = x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
+    for expert, rows in _groups(offsets_E):
+        both = torch.cat((x_RK[rows], low_Rr[rows]), 1)
+        torch.mm(both, torch.cat((w_EKN[expert], b_ErN[expert])), out=out_RN[rows])
+    return out_RN
+
+
 def grouped_gemm_dgrad(grad_RN: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     """Gradient of ``grouped_gemm`` with respect to its rows, ``[R, K]``."""
     return grouped_gemm(grad_RN, w_EKN.transpose(1, 2), offsets_E)

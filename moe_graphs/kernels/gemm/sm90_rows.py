@@ -1,6 +1,7 @@
 """Forward and input gradient as warp-specialised Gluon kernels for Hopper.
 
     out_RN[r] = x_RK[r] @ w[e]        rows r of expert e; w_EKN, or w_ENK when TRANSPOSED
+              + low_Rr[r] @ b[e]      with BESIDE, laid out as w
 
 A CTA is one producer warp and two consumer partitions of four warps, over a ring of shared-memory
 slots (see sm90_common). Two ways to share the work between the consumers:
@@ -15,6 +16,9 @@ slots (see sm90_common). Two ways to share the work between the consumers:
 
 The last round of tiles may be cut along K (SPLITS, see tile_scheduler.py): after its whole tiles a
 CTA then has a part of a tile, whose partial sum goes to its slot of `partials`.
+
+A product beside the first one (LoRA's) is BESIDE more K steps into the same sum. Its boxes are as
+large as the other steps', and TMA fills the columns behind the rank with zeros.
 
 Gathered rows (GATHER) come through an index list instead: TMA of Hopper has no gather, so four
 producer warps copy them with cp.async, 16 bytes a thread, and the consumers fence before WGMMA
@@ -41,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_graphs.kernels.gemm.heuristics import Variant
+from moe_graphs.kernels.gemm.heuristics import Pair, Variant
 from moe_graphs.kernels.gemm.sm90_common import (
     load_rows,
     make_barriers,
@@ -72,7 +76,7 @@ from moe_graphs.kernels.launching import Launch
 
 
 class Work(NamedTuple):
-    """The work of all CTAs together: `total` tiles of `steps` K steps.
+    """The work of all CTAs together: `total` tiles of `steps` K steps, those beside among them.
 
     `whole` tiles are done whole, and `tail` tiles in parts of `length` steps.
     """
@@ -98,6 +102,7 @@ class Kind(NamedTuple):
     PINGPONG: Any
     PIECES: Any
     SPLITS: Any
+    BESIDE: Any
     GRID: Any
 
 
@@ -154,7 +159,17 @@ def _unit(unit, rounds, work, KIND: gl.constexpr):
 
 
 @gluon.jit
-def produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
+def _load(x_desc, w_desc, rows, e, column, step, landed, ring, slot, KIND: gl.constexpr):
+    """Loads both operands of a K step into a slot."""
+    above, below, at = rows
+    k = step * KIND.BLOCK_K
+    tma_load(x_desc, [above, below, at, k], landed, ring.x.index(slot))
+    at_w = [e, column, k] if KIND.TRANSPOSED else [e, k, column]
+    tma_load(w_desc, at_w, landed, ring.w.index(slot))
+
+
+@gluon.jit
+def produce(x_desc, w_desc, low_desc, b_desc, work, ring, barriers, KIND: gl.constexpr):
     """Fills the ring with the operands of every K step of every tile of this CTA."""
     BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     slot = 0
@@ -167,21 +182,23 @@ def produce(x_desc, w_desc, work, ring, barriers, KIND: gl.constexpr):
         e = next_e
         end = next_end
         tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
-        above, below, at = ragged(next_start + tile_m * KIND.BLOCK_M, end)
+        rows = ragged(next_start + tile_m * KIND.BLOCK_M, end)
+        column = tile_n * KIND.BLOCK_N
         next_tile, _, _ = _unit(unit + 1, rounds, work, KIND)
         next_e, next_first, next_m, next_start, next_end = record_of(next_tile, work)
         for step in range(first_step, end_step):
             mbarrier.wait(barriers.empty.index(slot), phase)
             landed = barriers.full.index(slot)
-            k = step * KIND.BLOCK_K
             # The box is always counted in full: rows past the group's end arrive as zeros.
             mbarrier.expect(landed, BYTES)
-            tma_load(x_desc, [above, below, at, k], landed, ring.x.index(slot))
-            if KIND.TRANSPOSED:
-                at_w = [e, tile_n * KIND.BLOCK_N, k]
+            if KIND.BESIDE:
+                behind = step - (work.steps - KIND.BESIDE)
+                if behind >= 0:
+                    _load(low_desc, b_desc, rows, e, column, behind, landed, ring, slot, KIND)
+                else:
+                    _load(x_desc, w_desc, rows, e, column, step, landed, ring, slot, KIND)
             else:
-                at_w = [e, k, tile_n * KIND.BLOCK_N]
-            tma_load(w_desc, at_w, landed, ring.w.index(slot))
+                _load(x_desc, w_desc, rows, e, column, step, landed, ring, slot, KIND)
             slot, phase = next_slot(slot, phase, KIND.STAGES)
 
 
@@ -298,14 +315,14 @@ def _consume(
 
 @gluon.jit
 def rows_gluon_kernel(
-    x_desc, w_desc, out_desc, partials_ptr, records_ptr, count_ptr, N, K,
-    PINGPONG: gl.constexpr, SPLITS: gl.constexpr, TRANSPOSED: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
-    num_warps: gl.constexpr,
+    x_desc, w_desc, low_desc, b_desc, out_desc, partials_ptr, records_ptr, count_ptr, N, K,
+    PINGPONG: gl.constexpr, SPLITS: gl.constexpr, TRANSPOSED: gl.constexpr, BESIDE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, False, PINGPONG, 1, SPLITS, GRID
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, False, PINGPONG, 1, SPLITS, BESIDE, GRID
     )
     x_ring = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
@@ -322,7 +339,7 @@ def rows_gluon_kernel(
     fence_async_shared()
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr + COUNT_RECORDS) * tiles_n
-    steps = gl.cdiv(K, BLOCK_K)
+    steps = gl.cdiv(K, BLOCK_K) + BESIDE
     whole = total
     tail = 0
     length = steps
@@ -337,7 +354,7 @@ def rows_gluon_kernel(
         [
             (_consume, (out_desc, partials_ptr, work, ring, out_buffers, barriers, 0, KIND)),
             (_consume, (out_desc, partials_ptr, work, ring, out_buffers, barriers, 1, KIND)),
-            (produce, (x_desc, w_desc, work, ring, barriers, KIND)),
+            (produce, (x_desc, w_desc, low_desc, b_desc, work, ring, barriers, KIND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -352,7 +369,7 @@ def gathered_rows_gluon_kernel(
 ):  # fmt: skip
     """`rows_gluon_kernel`, cooperative, over rows `order[r] // top_k` of x; grid (GRID,)."""
     KIND: gl.constexpr = Kind(
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, False, True, False, PIECES, False, GRID
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, False, True, False, PIECES, False, 0, GRID
     )
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_layout)
@@ -391,20 +408,26 @@ def rows_launch(
     transposed: bool,
     grid: int,
     partials: torch.Tensor | None = None,
+    beside: Pair | None = None,
 ) -> Launch:
     """The launch of the rows kernel over `work`, whose row tiles have `v.block_m` rows.
 
     `partials` fp32 [grid, BLOCK_M, BLOCK_N] takes what `work` cuts along K; cooperative alone.
     """
     box = (v.block_n, v.block_k) if transposed else (v.block_k, v.block_n)
+
+    def pair(rows: torch.Tensor, matrices: torch.Tensor) -> tuple[Any, Any]:
+        return ragged_descriptor(rows, (v.block_m, v.block_k)), matrix_descriptor(matrices, box)
+
     args = (
-        ragged_descriptor(x_RK, (v.block_m, v.block_k)),
-        matrix_descriptor(w, box),
+        *pair(x_RK, w),
+        *((out_RN, out_RN) if beside is None else pair(*beside)),
         ragged_descriptor(out_RN, (v.block_m if v.pingpong else v.block_m // 2, v.block_n)),
         out_RN if partials is None else partials,
         work.records, work.count, out_RN.shape[1], x_RK.shape[1],
     )  # fmt: skip
     kind = {"PINGPONG": v.pingpong, "SPLITS": partials is not None, "TRANSPOSED": transposed}
+    kind |= {"BESIDE": v.steps(beside)}
     return Launch(rows_gluon_kernel, grid, args, kind | _tile(v, grid))
 
 

@@ -35,6 +35,7 @@ from moe_graphs.kernels.gemm import (
     gradient_of_weights,
     grouped_gemm_dgrad,
     grouped_gemm_forward,
+    grouped_gemm_with_lora,
     is_transposed,
 )
 from moe_graphs.kernels.ops import wants_gradient
@@ -80,8 +81,9 @@ def routed_experts_with_lora(
 ) -> Tensor:
     """``routed_experts`` of ``w1 + a1 @ b1`` and ``w2 + a2 @ b2``; never syncs.
 
-    Factors are rounded to the dtype of the tokens, products are summed in fp32 and rounded: ``x @
-    w``, ``x @ a``, and their sum. Saves the tokens, one ``[R, 2F]`` and one ``[R, r]``.
+    Factors are rounded to the dtype of the tokens. Products are summed in fp32, and results are
+    rounded: ``x @ a``, and ``x @ w + (x @ a) @ b``, which is one sum. Saves the tokens, one ``[R,
+    2F]`` and one ``[R, r]``.
 
     Args:
         tokens_TD: tokens, or with ``is_sorted`` their rows ``[R, D]`` in the order of ``order``.
@@ -158,7 +160,7 @@ def _checked_factors(
     if lora is None:
         return None, None
     _check_factors(name, w_EMN, lora)
-    return _in_dtype(dtype, lora)
+    return _in_dtype(dtype, lora, _lies_transposed(w_EMN))
 
 
 def _check_factors(name: str, w_EMN: Tensor | PackedWeight, lora: LoRA) -> None:
@@ -176,18 +178,25 @@ def _check_factors(name: str, w_EMN: Tensor | PackedWeight, lora: LoRA) -> None:
         )
 
 
-def _in_dtype(dtype: torch.dtype, lora: LoRA) -> tuple[Tensor, Tensor]:
-    """Both factors in the dtype of the rows, with a rank that the kernels take."""
-    a_EMr, b_ErN = (factor.to(dtype) for factor in lora)
+def _lies_transposed(w_EMN: Tensor | PackedWeight) -> bool:
+    return w_EMN.transposed if isinstance(w_EMN, PackedWeight) else is_transposed(w_EMN)
+
+
+def _in_dtype(dtype: torch.dtype, lora: LoRA, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Both factors as the kernels take them: dtype of the rows, rank, layout of the weight."""
+    a_EMr, b_ErN = lora
     missing = -a_EMr.shape[2] % 8  # rows of 16 bytes
     if missing:
         a_EMr = functional.pad(a_EMr, (0, missing))
         b_ErN = functional.pad(b_ErN, (0, 0, 0, missing))
-    return _readable(a_EMr), _readable(b_ErN)
+    if transposed:
+        return _copied(a_EMr.mT, dtype).mT, _copied(b_ErN.mT, dtype).mT
+    return _copied(a_EMr, dtype), _copied(b_ErN, dtype)
 
 
-def _readable(w_EMN: Tensor) -> Tensor:
-    return w_EMN if is_transposed(w_EMN) else w_EMN.contiguous()
+def _copied(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of the dtype, by one pass at most."""
+    return factor.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _dense(w_EMN: Tensor | PackedWeight) -> Tensor:
@@ -216,11 +225,10 @@ def _product(
     offsets_E: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """``rows @ w + (rows @ a) @ b``, and ``rows @ a``."""
-    out_RN = grouped_gemm_forward(rows_RM, _dense(w_EMN), offsets_E, False)
     if a_EMr is None:
-        return out_RN, None
+        return grouped_gemm_forward(rows_RM, _dense(w_EMN), offsets_E, False), None
     low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
-    return out_RN.add_(grouped_gemm_forward(low_Rr, b_ErN, offsets_E, False)), low_Rr
+    return grouped_gemm_with_lora(rows_RM, _dense(w_EMN), low_Rr, b_ErN, offsets_E), low_Rr
 
 
 def _gradient_of_rows(
@@ -231,10 +239,9 @@ def _gradient_of_rows(
     offsets_E: Tensor,
 ) -> Tensor:
     """``grad @ w.T + low @ a.T``, where ``low`` is ``grad @ b.T``."""
-    grad_RM: Tensor = grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False)
     if a_EMr is None:
-        return grad_RM
-    return grad_RM.add_(grouped_gemm_dgrad(low_Rr, a_EMr, offsets_E, False))
+        return grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False)
+    return grouped_gemm_with_lora(grad_RN, w_EMN.mT, low_Rr, a_EMr.mT, offsets_E)
 
 
 class _UpProjection(torch.autograd.Function):
