@@ -64,6 +64,7 @@ CASES = [
     ("uniform", 3600, 8, 5120, 1536, 40),
     ("zipf", 500, 6, 4104, 392, 9),
 ]
+RANKS = (8, 16, 64, 72, 128)  # of a product beside
 SHAPES = [  # rows, experts, K, N
     (65536, 128, 2048, 1536), (65536, 128, 768, 2048), (131072, 128, 2048, 1536),
     (131072, 64, 2048, 2048), (16384, 8, 4096, 28672), (32768, 32, 7168, 4096),
@@ -105,24 +106,42 @@ class Rows:
         return x
 
 
-def rows_case(name: str, case: tuple, seed: int, dtype: torch.dtype, transposed: bool) -> str:
-    """Empty if right, otherwise what was wrong."""
+def rows_case(
+    name: str, case: tuple, seed: int, dtype: torch.dtype, transposed: bool, rank: int = 0
+) -> str:
+    """Empty if right, otherwise what was wrong; with a rank for a sum with a product beside.
+
+    The oracle of the sum has the same rounded operands. torch rounds both products and their sum.
+    """
     from moe_graphs.kernels.gemm.heuristics import row_variant
     from moe_graphs.kernels.gemm.launch import matmul_rows
 
     _, rows, experts, K, N, tail = case
     groups = Rows.of(case, seed)
     x, offsets = groups.operand(K, dtype), groups.offsets
-    w = matrices(experts, N, K, dtype=dtype) if transposed else matrices(experts, K, N, dtype=dtype)
-    reference, torch_out = torch.empty(rows, N, device="cuda"), torch.empty(rows, N, device="cuda")
+    pairs = []
+    for columns, rows_RK in ((K, x), (rank, groups.operand(rank, dtype) if rank else None)):
+        shape = (experts, N, columns) if transposed else (experts, columns, N)
+        if rows_RK is not None:
+            pairs.append((rows_RK, matrices(*shape, dtype=dtype)))
+    reference, torch_out = torch.zeros(rows, N, device="cuda"), torch.zeros(rows, N, device="cuda")
     for e, (start, end) in enumerate(groups.bounds):
-        own, weight = slice(start, end), w[e].t() if transposed else w[e]
-        reference[own] = x[own].float() @ weight.float()
-        torch_out[own] = (x[own] @ weight).float()
-    first = None
+        own = slice(start, end)
+        for rows_RK, w in pairs:
+            weight = w[e].t() if transposed else w[e]
+            reference[own] += rows_RK[own].float() @ weight.float()
+            torch_out[own] = (torch_out[own] + (rows_RK[own] @ weight)).to(dtype).float()
+    first, beside = None, pairs[1] if rank else None
     for _ in range(3):
         out = torch.full((rows + tail, N), POISON, device="cuda", dtype=dtype)
-        matmul_rows(x, w, offsets, transposed=transposed, out=out, variant=row_variant(name, N))
+        matmul_rows(
+            *pairs[0],
+            offsets,
+            transposed=transposed,
+            out=out,
+            variant=row_variant(name, N),
+            beside=beside,
+        )
         torch.cuda.synchronize()
         got, allowed = error(out[:rows], reference), 2 * error(torch_out, reference) + 1e-6
         if got > allowed:
@@ -204,7 +223,7 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
     return ""
 
 
-def replay_case(op: str, name: str, K: int) -> str:
+def replay_case(op: str, name: str, K: int, rank: int = 0) -> str:
     """Capture once without synchronising, replay with another routing: bitwise the eager result."""
     from moe_graphs.kernels.gemm import launch as g
 
@@ -214,8 +233,11 @@ def replay_case(op: str, name: str, K: int) -> str:
     dy = matrices(rows, N, dtype=torch.bfloat16)
     offsets = group_ends(group_sizes("uniform", rows, experts, 1))
     if op == "rows":
-        variant = g.row_variant(name, N)
-        call = lambda: g.matmul_rows(x, w, offsets, variant=variant)  # noqa: E731
+        variant, beside = g.row_variant(name, N), None
+        if rank:
+            low = matrices(rows, rank, dtype=torch.bfloat16)
+            beside = low, matrices(experts, rank, N, dtype=torch.bfloat16)
+        call = lambda: g.matmul_rows(x, w, offsets, variant=variant, beside=beside)  # noqa: E731
     else:
         variant = g.weight_variant(name, N, torch.bfloat16)
         call = lambda: g.matmul_weights(x, dy, offsets, variant=variant)  # noqa: E731
@@ -258,15 +280,23 @@ def check_kind(kind: str) -> None:
             print(f"AT case {seed} {case[0]} {str(dtype)[6:]} {mode}", flush=True)
             if op == "gather":
                 wrong = "" if mode else gather_case(case, seed, dtype)
+            elif op == "weights":
+                wrong = weights_case(name, case, seed, dtype, mode)
             else:
-                wrong = (rows_case if op == "rows" else weights_case)(name, case, seed, dtype, mode)
+                wrong = rows_case(name, case, seed, dtype, mode)
+                if not wrong and name != "tma":  # which sums two products, also past the last end
+                    rank = RANKS[(seed + mode) % len(RANKS)]
+                    wrong = rows_case(name, case, seed, dtype, mode, rank)
+                    wrong = wrong and f"with rank {rank} beside: {wrong}"
             if wrong:
                 failures.append(f"case {seed} {case[0]} {str(dtype)[6:]} {mode}: {wrong}")
     print("AT capture and replay", flush=True)
-    for K in () if op == "gather" else (512, 4096):
-        wrong = replay_case(op, name, K)
+    for K, rank in () if op == "gather" else ((512, 0), (4096, 0), (512, 16), (4096, 8)):
+        if rank and op == "weights":
+            continue
+        wrong = replay_case(op, name, K, rank)
         if wrong:
-            failures.append(f"K = {K}: {wrong}")
+            failures.append(f"K = {K}, rank {rank}: {wrong}")
     print_verdict(kind, failures, started)
 
 

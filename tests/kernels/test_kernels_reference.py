@@ -140,6 +140,8 @@ class TestGroupedGemm:
         torch.library.opcheck(ops.grouped_gemm_forward.default, (x, w, offsets, True))
         torch.library.opcheck(ops.grouped_gemm_dgrad.default, (grad, w, offsets, True))
         torch.library.opcheck(ops.grouped_gemm_wgrad.default, (x, grad, offsets))
+        low, b = x[:, :3].contiguous(), w[:, :3].contiguous()
+        torch.library.opcheck(ops.grouped_gemm_with_lora.default, (x, w, low, b, offsets))
 
     def test_arguments_that_do_not_fit_are_named(self):
         x, w, offsets = _operands((3, 3))

@@ -244,7 +244,7 @@ def test_nobody_reads_the_scratch_between_products(beside, monkeypatch):
     packed, _, scratch = both("nf4")
     torch.manual_seed(2)
     expected = results(leaves(), packed, beside)
-    from moe_graphs.kernels.routed_experts import lora
+    from moe_graphs.kernels.routed_experts import lora, sums
 
     def poisoning(product):
         def multiply(*args):
@@ -254,8 +254,10 @@ def test_nobody_reads_the_scratch_between_products(beside, monkeypatch):
 
         return multiply
 
-    for name in ("grouped_gemm_forward", "grouped_gemm_dgrad", "grouped_gemm_with_lora"):
-        monkeypatch.setattr(lora, name, poisoning(getattr(lora, name)))
+    for module in (lora, sums):
+        for name in ("grouped_gemm_forward", "grouped_gemm_dgrad", "grouped_gemm_with_lora"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, poisoning(getattr(module, name)))
     torch.manual_seed(2)
     assert all(map(torch.equal, results(leaves(), packed, beside), expected))
 

@@ -5,14 +5,19 @@ Shapes: T tokens, D model, F ffn, E experts, K top-k, r rank.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from test_routed_experts import BF16, FP32, FP64, GATES, ROUTINGS, D, E, F, K, T, error, orders
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from kept_bytes import kept_bytes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import RowOrder, permute, route_rows, routed_experts
+from moe_graphs.kernels.gemm import grouped_gemm_with_lora, reference
 from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.kernels.routed_experts.lora import (
     LoRA,
@@ -110,6 +115,16 @@ def test_gradients_of_finite_differences():
     assert torch.autograd.gradcheck(lambda *first: ours(order, [*first, *given[6:]]), given[:6])
 
 
+def test_bf16_sums_are_rounded_once():
+    torch.manual_seed(1)
+    ends = torch.tensor([40, 40, 100], dtype=torch.int32)
+    x, low, w, b = (torch.randn(s).to(BF16) for s in ((100, 64), (100, 8), (3, 64, 32), (3, 8, 32)))
+    found = grouped_gemm_with_lora(x, w, low, b, ends)
+    exact = grouped_gemm_with_lora(*(each.to(FP64) for each in (x, w, low, b)), ends)
+    apart = reference.grouped_gemm(x, w, ends) + reference.grouped_gemm(low, b, ends)
+    assert error(found, exact) < 0.8 * error(apart, exact)
+
+
 def test_bf16_is_no_worse_than_summed_weights():
     """Adapters stay in fp32, as PEFT keeps them; both are held against fp64."""
     torch.manual_seed(1)
@@ -134,6 +149,29 @@ def test_tokens_one_product_and_short_rows_are_kept(dtype):
     indices = 2 * 4 * T * K + 4 * E
     rows = T * D + T * K * (2 * F + 8)
     assert kept == dtype.itemsize * rows + 4 * T * K + indices
+
+
+class Products(TorchDispatchMode):
+    """Counts products of rows."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = ("grouped_gemm_forward", "grouped_gemm_with_lora")
+        self.count += func._schema.name.removeprefix("moe_graphs::") in names
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_checkpointing_repeats_the_first_product_alone(beside):
+    order, given, counts, found = route_rows(ROUTINGS["random"](), E), leaves(), [], []
+    for run in (lambda f: f(), functools.partial(checkpoint, use_reentrant=False)):
+        with Products() as products:
+            out = run(lambda: ours(order, given, beside))
+            found.append(gradients(out, given[:6], torch.ones_like(out)))
+        counts.append(products.count)
+    assert all(map(torch.equal, *found))
+    assert counts[1] - counts[0] == 1 + BESIDE[beside][0]  # beside it stands the one with A
 
 
 @pytest.mark.parametrize("number", range(6))

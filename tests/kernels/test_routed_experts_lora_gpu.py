@@ -10,9 +10,10 @@ import torch
 from test_routed_experts_gpu import BF16, ROUTINGS, D, E, F, T, padded, plain
 from torch import Tensor
 
-from kernel_check import error
+from kernel_check import error, group_ends, group_sizes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import RowOrder, route_rows
+from moe_graphs.kernels.gemm import grouped_gemm_forward, grouped_gemm_with_lora, reference
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from replays import check_replays
 
@@ -111,6 +112,23 @@ def test_split_backward_has_the_same_bits():
     split = SplitBackward([ours(order, given)], given[:2], given[2:6])
     found = [*split.input_gradients([grad]), *split.parameter_gradients()]
     assert all(map(torch.equal, found, whole))
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64, 128])
+@pytest.mark.parametrize("rows", [1500, 30000])  # ping-pong, and cooperative
+def test_a_sum_is_rounded_once_and_layouts_have_the_same_bits(rows, rank):
+    torch.manual_seed(0)
+    offsets = group_ends(group_sizes("zipf", rows, 16, 1))
+    shapes = ((rows, D), (rows, rank), (16, D, 2 * F), (16, rank, 2 * F))
+    x, low, w, b = (torch.randn(shape, device="cuda").to(BF16) for shape in shapes)
+    exact = reference.grouped_gemm_with_lora(*(each.float() for each in (x, w, low, b)), offsets)
+    found = grouped_gemm_with_lora(x, w, low, b, offsets)
+    parts = ((x, w), (low, b))
+    first, second = (grouped_gemm_forward(*pair, offsets, False) for pair in parts)
+    assert error(found, exact) < 0.9 * error(first + second, exact)
+    w_turned, b_turned = (each.mT.contiguous().mT for each in (w, b))
+    for w_given, b_given in ((w_turned, b_turned), (w_turned, b), (w, b_turned)):
+        assert torch.equal(grouped_gemm_with_lora(x, w_given, low, b_given, offsets), found)
 
 
 def test_no_summed_weight_is_made():

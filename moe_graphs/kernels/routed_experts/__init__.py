@@ -19,7 +19,8 @@ weights s and the order of rows; X, A and Y are freed. The whole backward is
 It is the backward of out[t] = sum of (s * A) @ w2, where s stands before the product and meets
 fewer columns, and where ds = <dA, A> needs no Y. Autograd sees two nodes, from the tokens to H
 (`gather_gemm`) and from H to out (`down_projection`). It hands dH from one node to the other, also
-where a backward is split: the weights' part of each node repeats no product.
+where a backward is split: the weights' part of each node repeats no product. A third one computes
+out behind the second, so that checkpointing does not compute it again (`sums`).
 
 With `recompute` H is freed as well. The second node makes it again from the tokens, with one more
 gather and one more product.
@@ -46,11 +47,12 @@ from moe_graphs.kernels.gemm import (
 )
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.ops import wants_gradient
-from moe_graphs.kernels.permute import collect_rows, spread_rows
+from moe_graphs.kernels.permute import spread_rows
 from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.routed_experts import reference
+from moe_graphs.kernels.routed_experts.sums import place_of_sums, sums_of_tokens
 from moe_graphs.kernels.row_order import RowOrder
-from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate, swiglu_forward
+from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 
 
 def routed_experts(
@@ -126,16 +128,18 @@ def down_projection(
         again: where the backward computes gate and up anew, so that they are not kept.
     """
     gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)
-    inverse_TK = order.inverse_R.view_as(weights_TK)
-    indices = order.order_R, inverse_TK, order.offsets_E
-    operands = (None, None, False) if again is None else again
-    return _DownProjection.apply(
-        gate_up_R2F, w2_EFD, weights_TK, *indices, order.has_gaps, gate, *operands
-    )
+    indices = order.inverse_R.view_as(weights_TK), order.offsets_E
+    given = *indices, order.has_gaps, gate
+    first = (None, None, False) if again is None else again
+    place_TD = _DownProjection.apply(gate_up_R2F, w2_EFD, weights_TK, order.order_R, *given, *first)
+    return sums_of_tokens(place_TD, gate_up_R2F, weights_TK, None, None, w2_EFD, *given)
 
 
 class _DownProjection(torch.autograd.Function):
-    """The sums of tokens from gate and up, which are all that is kept of the rows."""
+    """The node of the sums of tokens, which are computed behind it (``sums``).
+
+    Gate and up are all that it keeps of the rows.
+    """
 
     @staticmethod
     def forward(
@@ -148,9 +152,7 @@ class _DownProjection(torch.autograd.Function):
         kept_R2F = gate_up_R2F if tokens_XD is None else None
         indices = order_R, inverse_TK, offsets_E
         ctx.save_for_backward(kept_R2F, tokens_XD, w1_ED2F, kept_EFD, weights_TK, *indices)
-        rows_RF = swiglu_forward(gate_up_R2F, gate)
-        rows_RD = grouped_gemm_forward(rows_RF, w2_EFD, offsets_E, False)
-        return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
+        return place_of_sums(gate_up_R2F, weights_TK, w2_EFD)
 
     @staticmethod
     @once_differentiable

@@ -48,8 +48,9 @@ from moe_graphs.kernels.routed_experts import (
     weighted_swiglu,
     weighted_swiglu_backward,
 )
+from moe_graphs.kernels.routed_experts.sums import place_of_sums, product, sums_of_tokens
 from moe_graphs.kernels.row_order import RowOrder
-from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate, swiglu_forward
+from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 
 
 class LoRA(NamedTuple):
@@ -148,10 +149,10 @@ def down_projection_with_lora(
         return down_projection(gate_up_R2F, order, weights_TK, w2_EFD, gate=gate)
     gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)
     factors = _checked_factors("w2", w2_EFD, lora2, gate_up_R2F.dtype)
-    indices = order.order_R, order.inverse_R.view_as(weights_TK), order.offsets_E
-    return _DownProjection.apply(
-        gate_up_R2F, weights_TK, *factors, w2_EFD, *indices, order.has_gaps, gate
-    )
+    operands = gate_up_R2F, weights_TK, *factors, w2_EFD
+    indices = order.inverse_R.view_as(weights_TK), order.offsets_E
+    place_TD = _DownProjection.apply(*operands, order.order_R, *indices, order.has_gaps, gate)
+    return sums_of_tokens(place_TD, *operands, *indices, order.has_gaps, gate)
 
 
 def _checked_factors(
@@ -199,10 +200,6 @@ def _copied(factor: Tensor, dtype: torch.dtype) -> Tensor:
     return factor.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def _dense(w_EMN: Tensor | PackedWeight) -> Tensor:
-    return w_EMN.dense() if isinstance(w_EMN, PackedWeight) else w_EMN
-
-
 def _kept(ctx: Any, w_EMN: Tensor | PackedWeight, is_needed: bool) -> Tensor | None:
     """The tensor that autograd saves of a frozen weight; a packed weight is kept beside it."""
     ctx.packed = w_EMN if is_needed and isinstance(w_EMN, PackedWeight) else None
@@ -215,20 +212,6 @@ def _kept_again(ctx: Any, w_EMN: Tensor | None) -> Tensor:
         return packed.dense()
     assert w_EMN is not None
     return w_EMN
-
-
-def _product(
-    rows_RM: Tensor,
-    w_EMN: Tensor | PackedWeight,
-    a_EMr: Tensor | None,
-    b_ErN: Tensor | None,
-    offsets_E: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """``rows @ w + (rows @ a) @ b``, and ``rows @ a``."""
-    if a_EMr is None:
-        return grouped_gemm_forward(rows_RM, _dense(w_EMN), offsets_E, False), None
-    low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
-    return grouped_gemm_with_lora(rows_RM, _dense(w_EMN), low_Rr, b_ErN, offsets_E), low_Rr
 
 
 def _gradient_of_rows(
@@ -254,7 +237,7 @@ class _UpProjection(torch.autograd.Function):
         wants_tokens, wants_a, wants_b = ctx.needs_input_grad[:3]
         ctx.has_gaps, ctx.is_sorted = has_gaps, is_sorted
         rows_RD = _rows(tokens_XD, order_R, inverse_TK, has_gaps, is_sorted)
-        gate_up_R2F, low_Rr = _product(rows_RD, w1_ED2F, a_EDr, b_Er2F, offsets_E)
+        gate_up_R2F, low_Rr = product(rows_RD, w1_ED2F, a_EDr, b_Er2F, offsets_E)
         kept = tokens_XD if wants_a else None, low_Rr if wants_b else None
         frozen = _kept(ctx, w1_ED2F, wants_tokens)
         ctx.save_for_backward(*kept, a_EDr, b_Er2F, frozen, order_R, inverse_TK, offsets_E)
@@ -291,7 +274,10 @@ def _rows(
 
 
 class _DownProjection(torch.autograd.Function):
-    """The sums of tokens from gate and up, which are all that is kept of the rows."""
+    """The node of the sums of tokens, which are computed behind it (``sums``).
+
+    Gate and up are all that it keeps of the rows.
+    """
 
     # `wants_gradient` counts tensors only, so what may be None or packed stands behind them.
     @staticmethod
@@ -302,9 +288,7 @@ class _DownProjection(torch.autograd.Function):
         ctx.has_gaps, ctx.gate = has_gaps, gate
         kept = gate_up_R2F, weights_TK, a_EFr, b_ErD, _kept(ctx, w2_EFD, True)
         ctx.save_for_backward(*kept, order_R, inverse_TK, offsets_E)
-        rows_RF = swiglu_forward(gate_up_R2F, gate)
-        rows_RD, _ = _product(rows_RF, w2_EFD, a_EFr, b_ErD, offsets_E)
-        return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
+        return place_of_sums(gate_up_R2F, weights_TK, w2_EFD)
 
     @staticmethod
     @once_differentiable
