@@ -5,7 +5,7 @@ backward. Experts of ``swap_moe_layers`` multiply their rows by the factors inst
 modules and parameters: names, files, adapters and their switches stay PEFT's.
 
 Rounding: the factors are rounded to the dtype of the experts, as by PEFT, and products are summed
-in fp32; the scale is in the rounded ``B``.
+in fp32. The scale is multiplied into one factor before that is rounded.
 
 Source: ``ParamWrapper`` in ``peft/tuners/lora/layer.py`` (0.18 and 0.21). Shapes: E experts, M and
 N the dimensions of a parameter ``[E, M, N]``, r rank.
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.kernels.routed_experts.lora import LoRA
@@ -72,9 +72,9 @@ def lora_of(experts: nn.Module) -> dict[str, LoRA]:
             _factors(wrapper, each) for each in wrapper.active_adapters if each in wrapper.lora_A
         ]
         if len(pairs) == 1:
-            found[wrapper.parameter_name] = LoRA(*pairs[0])
+            found[wrapper.parameter_name] = pairs[0]
         elif pairs:
-            lefts, rights = zip(*pairs, strict=True)
+            lefts, rights = ([pair.a_EMr for pair in pairs], [p.b_ErN * p.scale for p in pairs])
             found[wrapper.parameter_name] = LoRA(torch.cat(lefts, 2), torch.cat(rights, 1))
     return found
 
@@ -93,13 +93,13 @@ def beside_products(
     return first, second
 
 
-def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """``[E, M, r]`` and ``[E, r, N]``, whose product is what PEFT adds to the parameter."""
+def _factors(wrapper: Any, adapter: str) -> LoRA:
+    """``[E, M, r]`` and ``[E, r, N]``, whose scaled product PEFT adds to the parameter."""
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     a_ErX = a.reshape(wrapper.num_experts, -1, a.shape[1])
     b_EYr = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
-    b_EYr = b_EYr * wrapper.scaling[adapter]
+    scale = float(wrapper.scaling[adapter])
     # Before 0.19 PEFT takes the first dimension of a parameter for the input in any layout.
     if getattr(wrapper, "_did_swap_in_out_features", False):
-        return b_EYr, a_ErX
-    return a_ErX.mT, b_EYr.mT
+        return LoRA(b_EYr, a_ErX, scale)
+    return LoRA(a_ErX.mT, b_EYr.mT, scale)

@@ -134,7 +134,9 @@ def _sums(
 ) -> Tensor:
     """Each token's sum over its experts, of which tokens and one product are kept.
 
-    A bias behind the second product is a bias of the sum, with the sum of its routing weights.
+    A bias behind the second product is a bias of the sum, with the sum of its routing weights. It
+    comes first: checkpointing repeats all up to the last tensor that is kept, and the sums keep
+    none.
     """
     turned = experts.is_transposed
     w1, w2 = (weight_of(experts, name, is_transposed=turned) for name in WEIGHTS)
@@ -144,15 +146,21 @@ def _sums(
     if experts.has_bias:
         bias_E2F = experts.gate_up_proj_bias.to(gate_up_R2F.dtype)
         gate_up_R2F = _AddBias.apply(gate_up_R2F, bias_E2F, ends_E)
+    bias_TH = _bias_of_sums(experts, index_TK, weights_TK, tokens_TH.dtype)
     sums_TH = down_projection_with_lora(gate_up_R2F, order, weights_TK, w2, second, gate=gate)
+    return sums_TH if bias_TH is None else sums_TH + bias_TH
+
+
+def _bias_of_sums(
+    experts: Any, index_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype
+) -> Tensor | None:
     if not experts.has_bias:
-        return sums_TH
-    count = len(ends_E)  # the column behind the last expert is for experts of other ranks
+        return None
+    count = len(experts.down_proj_bias)
+    # The column behind the last expert is for experts of other ranks.
     weights_TE = weights_TK.new_zeros(len(weights_TK), count + 1)
     weights_TE = weights_TE.scatter(1, index_TK.clamp(max=count), weights_TK)[:, :count]
-    return torch.addmm(
-        sums_TH, weights_TE.to(sums_TH.dtype), experts.down_proj_bias.to(sums_TH.dtype)
-    )
+    return weights_TE.to(dtype) @ experts.down_proj_bias.to(dtype)
 
 
 def why_no_lora(experts: Any) -> str | None:

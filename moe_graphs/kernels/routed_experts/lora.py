@@ -58,15 +58,18 @@ class LoRA(NamedTuple):
 
     Attributes:
         a_EMr: ``[E, M, r]``, contiguous or the transpose of what is; any float dtype.
-        b_ErN: ``[E, r, N]``, likewise. It has the scale in it.
+        b_ErN: ``[E, r, N]``, likewise.
+        scale: multiplies the product. It is multiplied into the second factor, which is rounded
+            afterwards.
     """
 
     a_EMr: Tensor
     b_ErN: Tensor
+    scale: float = 1.0
 
     def transposed(self) -> LoRA:
         """The factors beside the transposed weights."""
-        return LoRA(self.b_ErN.mT, self.a_EMr.mT)
+        return LoRA(self.b_ErN.mT, self.a_EMr.mT, self.scale)
 
 
 def routed_experts_with_lora(
@@ -185,19 +188,44 @@ def _lies_transposed(w_EMN: Tensor | PackedWeight) -> bool:
 
 def _in_dtype(dtype: torch.dtype, lora: LoRA, transposed: bool) -> tuple[Tensor, Tensor]:
     """Both factors as the kernels take them: dtype of the rows, rank, layout of the weight."""
-    a_EMr, b_ErN = lora
+    a_EMr, b_ErN, scale = lora
     missing = -a_EMr.shape[2] % 8  # rows of 16 bytes
     if missing:
         a_EMr = functional.pad(a_EMr, (0, missing))
         b_ErN = functional.pad(b_ErN, (0, 0, 0, missing))
     if transposed:
-        return _copied(a_EMr.mT, dtype).mT, _copied(b_ErN.mT, dtype).mT
-    return _copied(a_EMr, dtype), _copied(b_ErN, dtype)
+        return _rounded(a_EMr.mT, 1.0, dtype).mT, _rounded(b_ErN.mT, scale, dtype).mT
+    return _rounded(a_EMr, 1.0, dtype), _rounded(b_ErN, scale, dtype)
 
 
-def _copied(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor of the dtype, by one pass at most."""
-    return factor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+def _rounded(factor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    if factor.dtype == dtype and scale == 1.0 and factor.is_contiguous():
+        return factor
+    return _Rounded.apply(factor, scale, dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    """A factor times a number, contiguous and in another dtype, by one pass.
+
+    Its gradient lies as the factor does: autograd takes it for ``.grad`` without a copy.
+    """
+
+    @staticmethod
+    def forward(ctx, factor, scale, dtype):
+        ctx.scale, ctx.like = scale, torch.empty_like(factor, device="meta")
+        out = torch.empty(factor.shape, dtype=dtype, device=factor.device)
+        return torch.mul(factor, scale, out=out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        like = ctx.like
+        out = grad.new_empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        if ctx.scale == 1.0:
+            return out.copy_(grad), None, None
+        # A tensor of one number in the factor's dtype: the product is not rounded to that of grad.
+        scale = grad.new_full((1,), ctx.scale, dtype=like.dtype)
+        return torch.mul(grad, scale, out=out), None, None
 
 
 def _kept(ctx: Any, w_EMN: Tensor | PackedWeight, is_needed: bool) -> Tensor | None:
