@@ -257,3 +257,30 @@ def test_lora_that_comes_later_around_such_experts_is_named():
     model, accelerated = built("gpt_oss", "lora last")
     check_close(loss_and_gradients(model), expected)
     assert "2 ParamWrapper: apply PEFT before accelerate_model" in str(accelerated)
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts products of rows by weights or factors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = ("grouped_gemm_forward", "grouped_gemm_with_lora")
+        self.count += func._schema.name.removeprefix("moe_graphs::") in names
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_checkpointing_repeats_the_first_product_of_a_layer_alone(family):
+    counts, found = [], []
+    for checkpointing in (False, True):
+        model, _ = built(family, "lora first")
+        model.enable_input_require_grads()
+        if checkpointing:
+            options = {"use_reentrant": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        with Products() as products:
+            found.append(loss_and_gradients(model))
+        counts.append(products.count)
+    check_close(found[1], found[0])
+    assert counts[1] - counts[0] == 2 * 2  # with A and with W, in each of two layers
