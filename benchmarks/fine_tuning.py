@@ -10,7 +10,11 @@ with and without checkpointing; and 12 small layers, where launches take the tim
 
 Rows with `nf4`: frozen experts in NF4 (`quantize_experts`) beside bf16 ones, with gradient
 checkpointing, adapters on attention or on the experts as well. Peaks of memory are those of
-training: the model is made in bf16 on the GPU and packed before the count begins.
+training: the model is made in bf16 on the GPU and packed before the count begins. Rows with
+`gpt_oss`: the shapes of gpt-oss-20b, with experts in MXFP4.
+
+Before a row with LoRA and checkpointing runs without graphs, `predicted_memory.py` says how much
+memory it will take, by part; the line has both numbers.
 
 Rows with all weights: `accelerate_model` with graphs and checkpointing, our AdamW with 8-bit states
 and stochastic rounding, and updates within the backward; all 48 layers (124 GiB),
@@ -48,11 +52,16 @@ TOLERANCE = 2e-2  # of the loss: kernels round otherwise
 AS_IT_COMES, ACCELERATED, GRAPHS = "transformers", "accelerate_model", "accelerate_model, graphs"
 NF4 = "accelerate_model, experts in NF4"
 NF4_GRAPHS = "accelerate_model, graphs, experts in NF4"
-WITHOUT_GRAPHS, PACKED = (AS_IT_COMES, ACCELERATED, NF4), (NF4, NF4_GRAPHS)
+MXFP4 = "accelerate_model, experts in MXFP4"
+MXFP4_GRAPHS = "accelerate_model, graphs, experts in MXFP4"
+PACKED = {NF4: "nf4", NF4_GRAPHS: "nf4", MXFP4: "mxfp4", MXFP4_GRAPHS: "mxfp4"}
+PREDICTED = (ACCELERATED, NF4, MXFP4)
+WITHOUT_GRAPHS = (AS_IT_COMES, *PREDICTED)
 FP32_STATES = (
     "accelerate_model, graphs, fp32 states"  # of AdamW; other states of all weights: 8 bit
 )
 QWEN3_30B_A3B = dict(
+    model_type="qwen3_moe", norm_topk_prob=True,
     hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
     head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
     num_experts_per_tok=8, vocab_size=151_936, max_position_embeddings=40_960,
@@ -66,6 +75,15 @@ SMALL = QWEN3_30B_A3B | dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     intermediate_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
     vocab_size=128,
+)  # fmt: skip
+GPT_OSS_20B = dict(
+    model_type="gpt_oss", num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4,
+    hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8,
+    head_dim=64, sliding_window=128, vocab_size=201_088,
+)  # fmt: skip
+SMALL_GPT_OSS = GPT_OSS_20B | dict(
+    num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2, hidden_size=64,
+    intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=128,
 )  # fmt: skip
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ON_ATTENTION, ON_EXPERTS, ALL_WEIGHTS = (
@@ -84,6 +102,7 @@ class Size:
         runs: contenders, and whether each has gradient checkpointing. The first one is what the
             others are compared with.
         trained: adapters on attention, adapters on the experts as well, or all weights.
+        attention: transformers' implementation; gpt-oss has no `sdpa`, because of its sinks.
     """
 
     model: Mapping[str, Any]
@@ -91,6 +110,7 @@ class Size:
     sequence: int
     runs: Sequence[tuple[str, bool]]
     trained: str = ON_ATTENTION
+    attention: str = "sdpa"
 
 
 _NF4 = ((ACCELERATED, True), (NF4, True), (NF4_GRAPHS, True))
@@ -105,6 +125,15 @@ SIZES = {
         1,
         2048,
         ((AS_IT_COMES, False), (ACCELERATED, False), (GRAPHS, False), *_CHECKPOINTED),
+    ),
+    "gpt_oss_attention_16k": Size(
+        GPT_OSS_20B, 4, 4096, ((MXFP4, True),), attention="flex_attention"
+    ),
+    "gpt_oss_experts_16k": Size(
+        GPT_OSS_20B, 4, 4096, ((MXFP4, True),), ON_EXPERTS, attention="flex_attention"
+    ),
+    "gpt_oss_attention_2k": Size(
+        GPT_OSS_20B, 1, 2048, ((MXFP4, True), (MXFP4_GRAPHS, True)), attention="eager"
     ),
     "launch_bound": Size(LAUNCH_BOUND, 2, 1024, _CHECKPOINTED),
     "all_weights": Size(QWEN3_30B_A3B, 2, 2048, ((GRAPHS, True),), ALL_WEIGHTS),
@@ -132,7 +161,11 @@ class Case:
     @property
     def size(self) -> Size:
         size = SIZES[self.row]
-        return replace(size, model=SMALL, sequence=16) if self.smoke else size
+        if not self.smoke:
+            return size
+        if size.model["model_type"] == "gpt_oss":  # a CPU has no sinks with flex_attention
+            return replace(size, model=SMALL_GPT_OSS, sequence=16, attention="eager")
+        return replace(size, model=SMALL, sequence=16)
 
     @property
     def tokens(self) -> int:
@@ -149,17 +182,19 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 # ---- one contender, in a process of its own
 
 
-def model_of(case: Case, device: torch.device) -> nn.Module:
+def model_of(case: Case, device: torch.device, sizes: Mapping[str, Any] | None = None) -> nn.Module:
+    """The model of a case, or the same with other sizes."""
     from peft import LoraConfig, get_peft_model
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     size = case.size
-    config = Qwen3MoeConfig(**size.model, norm_topk_prob=True, experts_implementation="grouped_mm")
+    config = AutoConfig.for_model(**(sizes or size.model))
     config.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.set_default_dtype(config.dtype)
+    chosen = {"attn_implementation": size.attention, "experts_implementation": "grouped_mm"}
     with device:
-        model = Qwen3MoeForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, **chosen)
     torch.set_default_dtype(torch.float32)
     if size.trained != ALL_WEIGHTS:
         lora = LoraConfig(
@@ -171,7 +206,7 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
         )
         model = get_peft_model(model, lora)
     if case.contender in PACKED:
-        _pack_experts(model)
+        _pack_experts(model, PACKED[case.contender], device)
     model.train()
     if case.checkpointing:  # as Trainer and TRL set it
         model.enable_input_require_grads()
@@ -179,11 +214,11 @@ def model_of(case: Case, device: torch.device) -> nn.Module:
     return model
 
 
-def _pack_experts(model: nn.Module) -> None:
+def _pack_experts(model: nn.Module, format: str, device: torch.device) -> None:
     from moe_graphs.integrations.transformers import quantize_experts
 
-    print(quantize_experts(model, "nf4"))
-    if torch.cuda.is_available():
+    print(quantize_experts(model, format))
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
@@ -219,14 +254,17 @@ def flops_per_token(model: nn.Module, sequence: int, trained: str) -> float:
     config = model.config
     dense = experts = 0
     for name, parameter in model.named_parameters():
-        if name.endswith("_absmax"):  # the scales of a packed weight
+        if name.endswith(("_absmax", "_scales")):  # of a packed weight
             continue
         if ".experts." in name:
-            experts += parameter.numel() * (2 if name.endswith("_codes") else 1)
+            experts += parameter.numel() * (2 if name.endswith(("_codes", "_blocks")) else 1)
         elif parameter.dim() == 2 and "embed_tokens" not in name:
             dense += parameter.numel()
     active = dense + experts * config.num_experts_per_tok / config.num_experts
-    attention = config.num_hidden_layers * config.num_attention_heads * config.head_dim * sequence
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = 2 * (getattr(config, "sliding_window", None) or sequence)  # causal, so half as many
+    seen = (min(window, sequence) if kind.startswith("sliding") else sequence for kind in kinds)
+    attention = config.num_attention_heads * config.head_dim * sum(seen)
     products = 3 if trained == ALL_WEIGHTS else 2
     return 2 * products * active + 3 * 2 * attention  # causal: 2 per pair, backward 4
 
@@ -296,6 +334,21 @@ def compared(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]
     return found | {"error": error, "loss_difference": apart, "speedup": speedup}
 
 
+def is_lora(size: Size) -> bool:
+    return size.trained != ALL_WEIGHTS
+
+
+def prediction(case: Case) -> dict[str, int] | None:
+    """Bytes by part, printed before the run; None where nobody predicts them."""
+    if case.contender not in PREDICTED or not is_lora(case.size) or not case.checkpointing:
+        return None
+    from predicted_memory import in_gib, predicted
+
+    found = predicted(case)
+    print(f"predicted GiB: {in_gib(found)}", flush=True)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="a file of JSON lines to append to")
@@ -320,10 +373,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--rows: {', '.join(sorted(unknown))}: known are {', '.join(SIZES)}")
     environment, references, failed = stamp(options.commit), {}, 0
     for case in cases(options):
+        foreseen = prediction(case)
         found = in_own_process(__file__, [json.dumps(asdict(case))], options.timeout)
         reference = references.setdefault(case.row, found)
         line = {"benchmark": "fine_tuning", "tokens": case.tokens, **asdict(case)}
         line |= compared(found, reference) | {"environment": environment}
+        line |= {"predicted_bytes": foreseen}
         failed += line["error"] is not None
         leave(line, SHOWN, options.out)
     return int(failed > 0)
@@ -337,6 +392,7 @@ SHOWN = (
     "speedup",
     "mfu",
     "max_allocated_bytes",
+    "predicted_bytes",
     "error",
 )
 

@@ -136,7 +136,7 @@ def _kept(model: LanguageModel | ModelStage, entered: Tensor) -> tuple[int, int,
             found.setdefault(storage._cdata, (storage, at[0]))
         return tensor
 
-    live = _LiveStorages({_key(parameter) for parameter in model.parameters()})
+    live = LiveStorages({_key(parameter) for parameter in model.parameters()})
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with _telling_parts(model, lambda part: at.__setitem__(0, part)), saving, live:
         _, left = _forward(model, entered)
@@ -185,8 +185,8 @@ def _telling_parts(
             hook.remove()
 
 
-def _watched(model: LanguageModel | ModelStage, entered: Tensor) -> _LiveStorages:
-    live = _LiveStorages()
+def _watched(model: LanguageModel | ModelStage, entered: Tensor) -> LiveStorages:
+    live = LiveStorages()
     numbers = {part: number for number, part in enumerate(parts_of(model))}
 
     def drop(number: int, parameter: Tensor) -> None:
@@ -222,7 +222,7 @@ def _arriving(model: LanguageModel | ModelStage, entered: Tensor) -> Tensor | No
     return torch.empty(size, dtype=model.hidden_dtype, device=entered.device)
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Mode that counts the bytes of living storages that operations have made.
 
     Attributes:

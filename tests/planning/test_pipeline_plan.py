@@ -16,7 +16,7 @@ from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.options import TrainSettings
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import RankPlan, plan_layout
-from moe_graphs.planning.microbatch_memory import _LiveStorages
+from moe_graphs.planning.microbatch_memory import LiveStorages
 from moe_graphs.planning.planned_step import PlannedStep
 from planned_layouts import MOE, laid_out
 
@@ -46,7 +46,7 @@ OF_FOUR: list[tuple[dict[str, Any], PlannedStep]] = [
 ]
 
 
-class Watched(_LiveStorages):
+class Watched(LiveStorages):
     """Mode that counts the messages of real ranks as well, by operation; reductions as rings."""
 
     def _note_received(self, func: Any, args: Any) -> None:

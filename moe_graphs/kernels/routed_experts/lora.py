@@ -212,19 +212,20 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, factor, scale, dtype):
-        ctx.scale, ctx.like = scale, torch.empty_like(factor, device="meta")
+        like = torch.empty_like(factor, device="meta")  # dense, where the factor is not
+        ctx.scale, ctx.like = scale, (like.shape, like.stride(), like.dtype)
         out = torch.empty(factor.shape, dtype=dtype, device=factor.device)
         return torch.mul(factor, scale, out=out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        like = ctx.like
-        out = grad.new_empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        shape, strides, dtype = ctx.like
+        out = grad.new_empty_strided(shape, strides, dtype=dtype)
         if ctx.scale == 1.0:
             return out.copy_(grad), None, None
         # A tensor of one number in the factor's dtype: the product is not rounded to that of grad.
-        scale = grad.new_full((1,), ctx.scale, dtype=like.dtype)
+        scale = grad.new_full((1,), ctx.scale, dtype=dtype)
         return torch.mul(grad, scale, out=out), None, None
 
 
