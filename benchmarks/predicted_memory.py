@@ -48,12 +48,12 @@ def predicted(case: fine_tuning.Case) -> dict[str, int]:
         peak: all parts together.
     """
     fewer, more = LAYERS
-    a, b = (_of_layers(case, layers) for layers in LAYERS)
+    a, b = (of_layers(case, layers) for layers in LAYERS)
     further = case.size.model["num_hidden_layers"] - fewer
     return {name: a[name] + (b[name] - a[name]) * further // (more - fewer) for name in a}
 
 
-def _of_layers(case: fine_tuning.Case, layers: int) -> dict[str, int]:
+def of_layers(case: fine_tuning.Case, layers: int) -> dict[str, int]:
     sizes = {**case.size.model, "num_hidden_layers": layers}
     with contextlib.redirect_stdout(io.StringIO()):
         model = fine_tuning.model_of(case, torch.device("meta"), sizes)

@@ -13,7 +13,9 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ["experts_16k", "nf4_experts_16k", "all_weights_4_layers"])
+@pytest.mark.parametrize(
+    "row", ["experts_16k", "nf4_experts_16k", "gpt_oss_attention_2k", "all_weights_4_layers"]
+)
 def test_every_contender_leaves_a_line(row, tmp_path):
     out = tmp_path / "lines.jsonl"
     given = ["--smoke", "--rows", row, "--out", str(out), "--commit", "c"]
@@ -23,6 +25,8 @@ def test_every_contender_leaves_a_line(row, tmp_path):
     assert [(line["row"], line["contender"], line["checkpointing"]) for line in lines] == expected
     assert all(line["error"] is None and line["tokens_per_second"] > 0 for line in lines)
     for line in lines:
+        is_predicted = line["contender"] in fine_tuning.PREDICTED and not row.startswith("all")
+        assert is_predicted == (line["predicted_bytes"] is not None)
         has_none = line["contender"] in fine_tuning.WITHOUT_GRAPHS
         assert has_none != ("graphs" in line)
         if "graphs" in line:
