@@ -8,6 +8,7 @@ graphs of several calls, median of the rounds. Factors are those of PEFT: fp32, 
 
 - `frozen`: experts without adapters.
 - `ours`: the product of the factors is added within the sum of the grouped GEMM.
+- `whole steps`: the last step of that sum multiplies 64 columns, whatever the rank is.
 - `apart`: two products that are rounded, and a pass that adds them.
 - `..., all again`: checkpointing runs the whole forward again, not up to the last tensor that is
   kept. `apart, all again` is how it was done before 2026-11-26.
@@ -38,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measured_cases import measure_cases
 from moe_graphs.bench.timing import capture_burst, elapsed
 from moe_graphs.kernels import gemm, route_rows
+from moe_graphs.kernels.availability import has_triton
 from moe_graphs.kernels.routed_experts import lora, sums
 
 CALLS, APART = 4, 2e-2
@@ -111,25 +113,30 @@ def added_apart(x: Tensor, w: Tensor, low: Tensor, b: Tensor, offsets: Tensor) -
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def way(name: str) -> Iterator[None]:
+    """The way in which a contender computes."""
     with contextlib.ExitStack() as stack:
-        for module in (lora, sums):
-            stack.enter_context(mock.patch.object(module, "grouped_gemm_with_lora", added_apart))
+        if name.startswith("apart"):
+            for module in (lora, sums):
+                patch = mock.patch.object(module, "grouped_gemm_with_lora", added_apart)
+                stack.enter_context(patch)
+        if name == "whole steps" and has_triton():
+            from moe_graphs.kernels.gemm import sm90_rows
+
+            stack.enter_context(mock.patch.object(sm90_rows, "last_columns", return_value=0))
+        stack.enter_context(set_checkpoint_early_stop(not name.endswith("all again")))
         yield
 
 
 def contenders(layer: Layer, checkpointing: bool) -> dict[str, Step]:
-    def run(has_factors: bool, is_apart: bool, early_stop: bool) -> list[Tensor]:
-        with apart() if is_apart else contextlib.nullcontext():
-            with set_checkpoint_early_stop(early_stop):
-                return layer.step(has_factors, checkpointing)
+    def run(name: str) -> list[Tensor]:
+        with way(name):
+            return layer.step(not name.startswith("frozen"), checkpointing)
 
-    kinds = {"frozen": (False, False), "ours": (True, False), "apart": (True, True)}
-    found = {name: functools.partial(run, *kind, True) for name, kind in kinds.items()}
+    names = ["frozen", "ours", "whole steps", "apart"]
     if checkpointing:
-        for name, kind in kinds.items():
-            found[f"{name}, all again"] = functools.partial(run, *kind, False)
-    return found
+        names += [f"{name}, all again" for name in ("frozen", "ours", "apart")]
+    return {name: functools.partial(run, name) for name in names}
 
 
 def products(layer: Layer) -> dict[str, Callable[[], Any]]:

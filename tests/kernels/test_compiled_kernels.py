@@ -6,6 +6,8 @@ them as a deadlock. They are reproduced here, and the loops of our kernels are c
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -85,12 +87,12 @@ def test_rows(compiled, name, transposed, columns, dtype):
             ["cooperative", "pingpong", "pointer", "cooperative, cut along K"],
             [False, True],
             [1024, 384],
-            [8, 16, 128],
+            [8, 24, 64, 72, 128],
         )
     ),
 )
 def test_rows_with_a_product_beside(compiled, name, transposed, columns, rank):
-    """The producer loads other operands behind the last step, and the consumers do not know."""
+    """The producer loads other operands behind K, of which the last step multiplies a part."""
     name, _, cut = name.partition(", ")
     x, out = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
     low = torch.empty(4096, rank, dtype=BF16)
@@ -106,7 +108,29 @@ def test_rows_with_a_product_beside(compiled, name, transposed, columns, rank):
     (kernel,) = compiled(launch.run, arch=80 if name == "pointer" else 90)
     check(kernel, wgmma=name != "pointer")
     if name in ROWS_CARRY:
-        assert kernel.carried == ROWS_CARRY[name]
+        last = {8: 16, 24: 32, 72: 16}.get(rank, 64)
+        whole = [kind for kind in ROWS_CARRY[name] for _ in range(1 + (kind == 3 and last < 64))]
+        assert kernel.carried == whole
+        check_products(kernel.ptx, last // 16)
+
+
+def check_products(ptx: str, last: int) -> None:
+    """A consumer has the WGMMAs of whole steps, and `last` for the columns of the last step.
+
+    Those read where the first WGMMAs of a whole step read: constants of descriptors are the same.
+    """
+    found = [
+        [re.search(rf"(?:or\.b64|add\.s64) \s*{re.escape(each)}, %rd\d+, (\d+);", ptx).group(1)
+         for each in re.findall(r"%rd\d+", line)[:2]]
+        for line in ptx.splitlines() if "wgmma.mma_async" in line
+    ]  # fmt: skip
+    if last == 4:
+        assert len(found) == 2 * 4
+        return
+    assert len(found) == 2 * (4 + last)
+    for consumer in (found[: 4 + last], found[4 + last :]):
+        first, second = consumer[:4], consumer[4:]
+        assert second == first[:last] or consumer[:last] == consumer[last:][:last]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

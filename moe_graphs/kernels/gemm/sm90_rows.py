@@ -18,7 +18,8 @@ The last round of tiles may be cut along K (SPLITS, see tile_scheduler.py): afte
 CTA then has a part of a tile, whose partial sum goes to its slot of `partials`.
 
 A product beside the first one (LoRA's) is BESIDE more K steps into the same sum. Its boxes are as
-large as the other steps', and TMA fills the columns behind the rank with zeros.
+large as the other steps', and TMA fills the columns behind the rank with zeros. The last step
+multiplies LAST columns only, the first of a slot, which lie as the first of every step.
 
 Gathered rows (GATHER) come through an index list instead: TMA of Hopper has no gather, so four
 producer warps copy them with cp.async, 16 bytes a thread, and the consumers fence before WGMMA
@@ -72,7 +73,7 @@ from moe_graphs.kernels.gemm.tile_scheduler import (
     ROW_TILES,
     WorkList,
 )
-from moe_graphs.kernels.launching import Launch
+from moe_graphs.kernels.launching import Launch, next_power_of_2
 
 
 class Work(NamedTuple):
@@ -103,6 +104,7 @@ class Kind(NamedTuple):
     PIECES: Any
     SPLITS: Any
     BESIDE: Any
+    LAST: Any
     GRID: Any
 
 
@@ -234,29 +236,54 @@ def _produce_gathered(x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, 
 
 
 @gluon.jit
+def _multiply_slot(
+    ring, barriers, slot, phase, acc, adds,
+    COLUMNS: gl.constexpr, SHIFT: gl.constexpr, HALF_M: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """One K step, or its first COLUMNS; the step before it is done, where it `adds`."""
+    mbarrier.wait(barriers.full.index(slot), phase)
+    if KIND.GATHER:
+        fence_async_shared()
+    x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(SHIFT, HALF_M, 0)
+    if KIND.TRANSPOSED:
+        w = ring.w.index(slot).reshape([KIND.BLOCK_N, KIND.BLOCK_K]).permute((1, 0))
+    else:
+        w = ring.w.index(slot).reshape([KIND.BLOCK_K, KIND.BLOCK_N])
+    if COLUMNS < KIND.BLOCK_K:
+        x = x.slice(0, COLUMNS, 1)
+        w = w.slice(0, COLUMNS, 0)
+    acc = warpgroup_mma(x, w, acc, is_async=True, use_acc=adds)
+    # One MMA stays in flight; the slot of the one before it can be refilled.
+    acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+    behind = previous_slot(slot, KIND.STAGES)
+    mbarrier.arrive(barriers.empty.index(behind), count=1, pred=adds)
+    slot, phase = next_slot(slot, phase, KIND.STAGES)
+    return acc, slot, phase
+
+
+@gluon.jit
 def multiply(
-    ring, barriers, slot, phase, first_step, end_step,
+    ring, barriers, slot, phase, first_step, end_step, steps,
     SHIFT: gl.constexpr, HALF_M: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """Rows SHIFT ... of a tile times its columns; the last MMA is in flight, its slot not free."""
-    BLOCK_N: gl.constexpr = KIND.BLOCK_N
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK_N), gl.float32, layout))
-    for step in range(first_step, end_step):
-        mbarrier.wait(barriers.full.index(slot), phase)
-        if KIND.GATHER:
-            fence_async_shared()
-        x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(SHIFT, HALF_M, 0)
-        if KIND.TRANSPOSED:
-            w = ring.w.index(slot).reshape([BLOCK_N, KIND.BLOCK_K]).permute((1, 0))
-        else:
-            w = ring.w.index(slot).reshape([KIND.BLOCK_K, BLOCK_N])
-        acc = warpgroup_mma(x, w, acc, is_async=True, use_acc=step > first_step)
-        # One MMA stays in flight; the slot of the one before it can be refilled.
-        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-        behind = previous_slot(slot, KIND.STAGES)
-        mbarrier.arrive(barriers.empty.index(behind), count=1, pred=step > first_step)
-        slot, phase = next_slot(slot, phase, KIND.STAGES)
+    """Rows SHIFT ... of a tile times its columns; the last MMA is in flight, its slot not free.
+
+    The last one of all `steps` has LAST columns; 0 stands for a whole step.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KIND.BLOCK_N, 16])
+    acc = warpgroup_mma_init(gl.zeros((HALF_M, KIND.BLOCK_N), gl.float32, layout))
+    end_whole = end_step
+    if KIND.LAST:
+        end_whole = gl.minimum(end_step, steps - 1)
+    for step in range(first_step, end_whole):
+        acc, slot, phase = _multiply_slot(
+            ring, barriers, slot, phase, acc, step > first_step, KIND.BLOCK_K, SHIFT, HALF_M, KIND
+        )
+    if KIND.LAST:
+        for step in range(end_whole, end_step):  # one, or none where a tile is cut along K
+            acc, slot, phase = _multiply_slot(
+                ring, barriers, slot, phase, acc, step > first_step, KIND.LAST, SHIFT, HALF_M, KIND
+            )
     return acc, slot, phase
 
 
@@ -298,7 +325,7 @@ def _consume(
                 slot, phase = next_slot(slot, phase, STAGES)
         else:
             acc, slot, phase = multiply(
-                ring, barriers, slot, phase, first_step, end_step, SHIFT, HALF_M, KIND
+                ring, barriers, slot, phase, first_step, end_step, work.steps, SHIFT, HALF_M, KIND
             )
             if PINGPONG:
                 mbarrier.arrive(barriers.turn.index(1 - ME), count=1)
@@ -317,13 +344,14 @@ def _consume(
 def rows_gluon_kernel(
     x_desc, w_desc, low_desc, b_desc, out_desc, partials_ptr, records_ptr, count_ptr, N, K,
     PINGPONG: gl.constexpr, SPLITS: gl.constexpr, TRANSPOSED: gl.constexpr, BESIDE: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GRID: gl.constexpr, num_warps: gl.constexpr,
+    LAST: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, False, PINGPONG, 1, SPLITS, BESIDE, GRID
-    )
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, False, PINGPONG, 1, SPLITS, BESIDE, LAST,
+        GRID,
+    )  # fmt: skip
     x_ring = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
     )
@@ -369,7 +397,7 @@ def gathered_rows_gluon_kernel(
 ):  # fmt: skip
     """`rows_gluon_kernel`, cooperative, over rows `order[r] // top_k` of x; grid (GRID,)."""
     KIND: gl.constexpr = Kind(
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, False, True, False, PIECES, False, 0, GRID
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, False, True, False, PIECES, False, 0, 0, GRID
     )
     x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_layout)
@@ -427,8 +455,17 @@ def rows_launch(
         work.records, work.count, out_RN.shape[1], x_RK.shape[1],
     )  # fmt: skip
     kind = {"PINGPONG": v.pingpong, "SPLITS": partials is not None, "TRANSPOSED": transposed}
-    kind |= {"BESIDE": v.steps(beside)}
+    kind |= {"BESIDE": v.steps(beside), "LAST": last_columns(v, beside)}
     return Launch(rows_gluon_kernel, grid, args, kind | _tile(v, grid))
+
+
+def last_columns(v: Variant, beside: Pair | None) -> int:
+    """The columns of the last K step that hold all of a rank; 0 where these are all columns."""
+    if beside is None:
+        return 0
+    rest = beside[0].shape[1] - (v.steps(beside) - 1) * v.block_k
+    columns = max(next_power_of_2(rest), 16)  # a WGMMA takes 16
+    return columns if columns < v.block_k else 0
 
 
 def gathered_launch(
