@@ -79,9 +79,8 @@ def matmul_rows(
     v, grid, last_round, partials = variant, sm_count(device), None, None
     kernels = kernels_of(v, device)
     if beside is not None and not v.adds_beside:
-        given = {"transposed": transposed, "variant": v}
-        matmul_rows(x_RK, w_EKN, offsets_E, out=out, **given)
-        return out.add_(matmul_rows(*beside, offsets_E, **given))
+        matmul_rows(x_RK, w_EKN, offsets_E, transposed=transposed, out=out, variant=v)
+        return out.add_(matmul_rows(*beside, offsets_E, transposed=transposed, variant=v))
     if v.partial_sums and K >= LONG_SUM:
         steps = v.steps((x_RK, w_EKN)) + v.steps(beside)
         last_round = LastRound(cdiv(N, v.block_n), steps, grid)

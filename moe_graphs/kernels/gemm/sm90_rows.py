@@ -454,6 +454,7 @@ def rows_launch(
         out_RN if partials is None else partials,
         work.records, work.count, out_RN.shape[1], x_RK.shape[1],
     )  # fmt: skip
+    kind: dict[str, int]
     kind = {"PINGPONG": v.pingpong, "SPLITS": partials is not None, "TRANSPOSED": transposed}
     kind |= {"BESIDE": v.steps(beside), "LAST": last_columns(v, beside)}
     return Launch(rows_gluon_kernel, grid, args, kind | _tile(v, grid))

@@ -151,8 +151,8 @@ def down_projection_with_lora(
     if lora2 is None and isinstance(w2_EFD, Tensor):
         return down_projection(gate_up_R2F, order, weights_TK, w2_EFD, gate=gate)
     gate_up_R2F, w2_EFD = to_autocast(gate_up_R2F, w2_EFD)
-    factors = _checked_factors("w2", w2_EFD, lora2, gate_up_R2F.dtype)
-    operands = gate_up_R2F, weights_TK, *factors, w2_EFD
+    a_EFr, b_ErD = _checked_factors("w2", w2_EFD, lora2, gate_up_R2F.dtype)
+    operands = gate_up_R2F, weights_TK, a_EFr, b_ErD, w2_EFD
     indices = order.inverse_R.view_as(weights_TK), order.offsets_E
     place_TD = _DownProjection.apply(*operands, order.order_R, *indices, order.has_gaps, gate)
     return sums_of_tokens(place_TD, *operands, *indices, order.has_gaps, gate)
@@ -160,7 +160,7 @@ def down_projection_with_lora(
 
 def _checked_factors(
     name: str, w_EMN: Tensor | PackedWeight, lora: LoRA | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
+) -> tuple[Tensor | None, Tensor | None]:
     if lora is None:
         return None, None
     _check_factors(name, w_EMN, lora)

@@ -11,8 +11,6 @@ of a product.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -66,7 +64,7 @@ def sums_of_tokens(
 class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, place_TD, gate_up_R2F, weights_TK, a_EFr, b_ErD, w2_EFD, inverse_TK, offsets_E,
+        ctx, place_TD, gate_up_R2F, weights_TK, a_EFr, b_ErD, w2_EFD, inverse_TK, offsets_E,
         has_gaps, gate,
     ):  # fmt: skip
         rows_RF = swiglu_forward(gate_up_R2F, gate)
