@@ -61,10 +61,9 @@ FP32_STATES = (
     "accelerate_model, graphs, fp32 states"  # of AdamW; other states of all weights: 8 bit
 )
 QWEN3_30B_A3B = dict(
-    model_type="qwen3_moe", norm_topk_prob=True,
-    hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-    head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
-    num_experts_per_tok=8, vocab_size=151_936, max_position_embeddings=40_960,
+    model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+    num_key_value_heads=4, head_dim=128, intermediate_size=6144, moe_intermediate_size=768,
+    num_experts=128, num_experts_per_tok=8, vocab_size=151_936, max_position_embeddings=40_960,
 )  # fmt: skip
 LAUNCH_BOUND = QWEN3_30B_A3B | dict(
     hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=2,
@@ -189,7 +188,7 @@ def model_of(case: Case, device: torch.device, sizes: Mapping[str, Any] | None =
 
     torch.manual_seed(0)
     size = case.size
-    config = AutoConfig.for_model(**(sizes or size.model))
+    config = AutoConfig.for_model(**(sizes or size.model), norm_topk_prob=True)
     config.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.set_default_dtype(config.dtype)
     chosen = {"attn_implementation": size.attention, "experts_implementation": "grouped_mm"}

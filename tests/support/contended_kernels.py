@@ -26,6 +26,7 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
 
     torch.manual_seed(0)
     x, dy, w = random(ROWS, WIDTH), random(ROWS, WIDTH), random(EXPERTS, WIDTH, WIDTH)
+    low, b = random(ROWS, 16), random(EXPERTS, 16, WIDTH)
     order = torch.arange(ROWS, device="cuda")
     ends = (torch.rand(EXPERTS).softmax(0) * ROWS).cumsum(0).int()
     ends[-1] = ROWS
@@ -36,6 +37,11 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
             yield (
                 f"rows {name} {back}",
                 lambda v=rows, t=back: gemm.matmul_rows(x, w, ends, transposed=t, variant=v),
+            )
+        if rows.adds_beside:
+            yield (
+                f"rows {name} with LoRA",
+                lambda v=rows: gemm.matmul_rows(x, w, ends, variant=v, beside=(low, b)),
             )
         for dtype in (torch.bfloat16, torch.float32):
             weights = weight_variant(name, WIDTH, dtype)
