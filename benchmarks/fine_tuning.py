@@ -1,7 +1,9 @@
-"""Fine-tuning of Qwen3-MoE models on one GPU: tokens per second and memory.
+r"""Fine-tuning of Qwen3-MoE models on one GPU: tokens per second and memory.
 
     python benchmarks/fine_tuning.py --out benchmarks/results/fine_tuning_h200.jsonl
     python benchmarks/fine_tuning.py --rows attention_16k,launch_bound
+    python benchmarks/fine_tuning.py --rows attention_16k,experts_16k --layers 4 \
+        --contenders accelerate_model
 
 Rows with LoRA: transformers with PEFT (`grouped_mm`), beside the same model with
 `accelerate_model`, eagerly and with graphs of layers. All 48 layers of Qwen3-30B-A3B at 16,384
@@ -148,7 +150,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One contender at one size. ``smoke``: a model that trains on a CPU in seconds."""
+    """One contender at one size.
+
+    Attributes:
+        smoke: a model that trains on a CPU in seconds.
+        layers: how many layers the model has in place of the row's; 0 stands for the row's.
+    """
 
     row: str
     contender: str
@@ -156,15 +163,19 @@ class Case:
     smoke: bool = False
     measured: int = MEASURED
     audits: bool = False
+    layers: int = 0
 
     @property
     def size(self) -> Size:
         size = SIZES[self.row]
-        if not self.smoke:
+        if self.smoke and size.model["model_type"] == "gpt_oss":
+            # A CPU has no sinks with flex_attention.
+            size = replace(size, model=SMALL_GPT_OSS, sequence=16, attention="eager")
+        elif self.smoke:
+            size = replace(size, model=SMALL, sequence=16)
+        if not self.layers:
             return size
-        if size.model["model_type"] == "gpt_oss":  # a CPU has no sinks with flex_attention
-            return replace(size, model=SMALL_GPT_OSS, sequence=16, attention="eager")
-        return replace(size, model=SMALL, sequence=16)
+        return replace(size, model={**size.model, "num_hidden_layers": self.layers})
 
     @property
     def tokens(self) -> int:
@@ -172,10 +183,11 @@ class Case:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    given = options.smoke, options.measured, options.audits
+    given = options.smoke, options.measured, options.audits, options.layers
     for row in options.rows:
         for contender, checkpointing in SIZES[row].runs:
-            yield Case(row, contender, checkpointing, *given)
+            if options.contenders is None or contender in options.contenders:
+                yield Case(row, contender, checkpointing, *given)
 
 
 # ---- one contender, in a process of its own
@@ -333,6 +345,10 @@ def compared(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]
     return found | {"error": error, "loss_difference": apart, "speedup": speedup}
 
 
+def every_contender() -> set[str]:
+    return {contender for size in SIZES.values() for contender, _ in size.runs}
+
+
 def is_lora(size: Size) -> bool:
     return size.trained != ALL_WEIGHTS
 
@@ -358,6 +374,12 @@ def main(arguments: list[str] | None = None) -> int:
         default=list(SIZES),
         help=f"what to run, by commas: {', '.join(SIZES)}",
     )
+    parser.add_argument("--layers", type=int, default=0, help="in place of the model's")
+    parser.add_argument(
+        "--contenders",
+        type=lambda given: given.split(";"),
+        help=f"which to run, by semicolons: {'; '.join(sorted(every_contender()))}",
+    )
     parser.add_argument("--measured", type=int, default=MEASURED, help="steps that are timed")
     parser.add_argument("--audits", action="store_true", help="time graphs with their audits")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
@@ -370,6 +392,10 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.rows) - SIZES.keys()
     if unknown:
         parser.error(f"--rows: {', '.join(sorted(unknown))}: known are {', '.join(SIZES)}")
+    unknown = set(options.contenders or ()) - every_contender()
+    if unknown:
+        known = "; ".join(sorted(every_contender()))
+        parser.error(f"--contenders: {'; '.join(sorted(unknown))}: known are {known}")
     environment, references, failed = stamp(options.commit), {}, 0
     for case in cases(options):
         foreseen = prediction(case)

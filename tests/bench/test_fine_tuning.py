@@ -40,6 +40,23 @@ def test_unknown_rows_are_an_error(capsys):
     assert "attention_1m: known are attention_16k" in capsys.readouterr().err
 
 
+def test_one_contender_runs_with_fewer_layers(tmp_path):
+    out, own = tmp_path / "lines.jsonl", fine_tuning.ACCELERATED
+    given = ["--smoke", "--rows", "experts_16k", "--layers", "1", "--contenders", own]
+    options = [*given, "--measured", "1", "--out", str(out), "--commit", "c"]
+    assert fine_tuning.main(options) == 0
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert (line["contender"], line["layers"]) == (own, 1)
+    case = fine_tuning.Case("experts_16k", own, True, layers=4)
+    assert case.size.model["num_hidden_layers"] == 4
+
+
+def test_unknown_contenders_are_an_error(capsys):
+    with pytest.raises(SystemExit):
+        fine_tuning.main(["--contenders", "Unsloth"])
+    assert "Unsloth: known are accelerate_model;" in capsys.readouterr().err
+
+
 def test_other_losses_are_an_error():
     right = {"error": None, "losses": [2.0, 1.9], "step_ms": 10.0}
     assert fine_tuning.compared(right | {"step_ms": 5.0}, right)["speedup"] == 2.0
