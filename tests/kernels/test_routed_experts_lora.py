@@ -23,6 +23,7 @@ from moe_graphs.kernels.routed_experts.lora import (
     LoRA,
     down_projection_with_lora,
     routed_experts_with_lora,
+    up_projection_with_lora,
 )
 
 RANKS = (4, 8, 16)
@@ -98,6 +99,32 @@ def test_other_activations_have_factors_as_well(gate):
     ):
         results.append(gradients(out, wanted, grad))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("rank", [None, *RANKS])
+@on_orders
+def test_a_frozen_bias_is_in_the_same_sum(name, order, rank):
+    top_k, bias = order.inverse_R.numel() // T, torch.randn(E, 2 * F, dtype=FP64)
+    given, results = leaves(top_k, rank or 8), []
+    tokens, _, a1, b1, _, _, w1, _ = given
+    wanted = [tokens] if rank is None else [tokens, a1, b1]
+    for within in (bias, None):
+        lora = None if rank is None else LoRA(a1, b1)
+        out = up_projection_with_lora(tokens, order, top_k, w1, lora, bias_E2F=within)
+        if within is None:
+            rows = torch.arange(len(out), dtype=torch.int32)
+            expert_R = torch.searchsorted(order.offsets_E, rows, right=True).clamp(max=E - 1)
+            out = out + bias[expert_R]
+        out = out[: order.offsets_E[-1]]
+        results.append(gradients(out, wanted, torch.ones_like(out)))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
+
+
+def test_a_bias_within_the_sum_is_frozen():
+    order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype=FP32)
+    bias = torch.zeros(E, 2 * F, requires_grad=True)
+    with pytest.raises(ValueError, match="a bias within the sum, and its weight, are frozen"):
+        up_projection_with_lora(given[0], order, K, given[6], None, bias_E2F=bias)
 
 
 @pytest.mark.parametrize("rank", RANKS)

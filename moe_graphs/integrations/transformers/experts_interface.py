@@ -142,10 +142,13 @@ def _sums(
     w1, w2 = (weight_of(experts, name, is_transposed=turned) for name in WEIGHTS)
     tokens_TH, ends_E = _in_dtype_of(w1, hidden_TH), order.offsets_E
     first, second = beside_products(lora, is_transposed=experts.is_transposed)
-    gate_up_R2F = up_projection_with_lora(tokens_TH, order, index_TK.shape[1], w1, first)
-    if experts.has_bias:
-        bias_E2F = experts.gate_up_proj_bias.to(gate_up_R2F.dtype)
-        gate_up_R2F = _AddBias.apply(gate_up_R2F, bias_E2F, ends_E)
+    bias_E2F = experts.gate_up_proj_bias if experts.has_bias else None
+    is_frozen = bias_E2F is None or not (bias_E2F.requires_grad or w1.requires_grad)
+    within = bias_E2F if is_frozen else None
+    given = tokens_TH, order, index_TK.shape[1], w1, first
+    gate_up_R2F = up_projection_with_lora(*given, bias_E2F=within)
+    if bias_E2F is not None and not is_frozen:
+        gate_up_R2F = _AddBias.apply(gate_up_R2F, bias_E2F.to(gate_up_R2F.dtype), ends_E)
     bias_TH = _bias_of_sums(experts, index_TK, weights_TK, tokens_TH.dtype)
     sums_TH = down_projection_with_lora(gate_up_R2F, order, weights_TK, w2, second, gate=gate)
     return sums_TH if bias_TH is None else sums_TH + bias_TH

@@ -123,15 +123,30 @@ def up_projection_with_lora(
     lora1: LoRA | None,
     *,
     is_sorted: bool = False,
+    bias_E2F: Tensor | None = None,
 ) -> Tensor:
-    """Gate and up of the rows: the first half of ``routed_experts_with_lora``."""
-    if lora1 is None and isinstance(w1_ED2F, Tensor):
+    """Gate and up of the rows: the first half of ``routed_experts_with_lora``.
+
+    Args:
+        bias_E2F: added to the rows of each expert, within the sum of their product.
+
+    Raises:
+        ValueError: as ``routed_experts_with_lora``, or a bias or a weight beside it requires a
+            gradient.
+    """
+    if lora1 is None and bias_E2F is None and isinstance(w1_ED2F, Tensor):
         return up_projection(tokens_TD, order, w1_ED2F, is_sorted=is_sorted)
     tokens_TD, w1_ED2F = to_autocast(tokens_TD, w1_ED2F)
     check_operands(tokens_TD, w1_ED2F, order.offsets_E)
     factors = _checked_factors("w1", w1_ED2F, lora1, tokens_TD.dtype)
+    if bias_E2F is not None:
+        for each in (bias_E2F, w1_ED2F):
+            if each.requires_grad and torch.is_grad_enabled():
+                raise ValueError("a bias within the sum, and its weight, are frozen")
+        bias_E2F = bias_E2F.to(tokens_TD.dtype)
     indices = order.order_R, order.inverse_R.view(-1, top_k), order.offsets_E
-    return _UpProjection.apply(tokens_TD, *factors, w1_ED2F, *indices, order.has_gaps, is_sorted)
+    given = *indices, order.has_gaps, is_sorted, bias_E2F
+    return _UpProjection.apply(tokens_TD, *factors, w1_ED2F, *given)
 
 
 def down_projection_with_lora(
@@ -261,12 +276,13 @@ class _UpProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, tokens_XD, a_EDr, b_Er2F, w1_ED2F, order_R, inverse_TK, offsets_E, has_gaps, is_sorted
-    ):
+        ctx, tokens_XD, a_EDr, b_Er2F, w1_ED2F, order_R, inverse_TK, offsets_E, has_gaps, is_sorted,
+        bias_E2F,
+    ):  # fmt: skip
         wants_tokens, wants_a, wants_b = ctx.needs_input_grad[:3]
         ctx.has_gaps, ctx.is_sorted = has_gaps, is_sorted
         rows_RD = _rows(tokens_XD, order_R, inverse_TK, has_gaps, is_sorted)
-        gate_up_R2F, low_Rr = product(rows_RD, w1_ED2F, a_EDr, b_Er2F, offsets_E)
+        gate_up_R2F, low_Rr = product(rows_RD, w1_ED2F, a_EDr, b_Er2F, offsets_E, bias_E2F)
         kept = tokens_XD if wants_a else None, low_Rr if wants_b else None
         frozen = _kept(ctx, w1_ED2F, wants_tokens)
         ctx.save_for_backward(*kept, a_EDr, b_Er2F, frozen, order_R, inverse_TK, offsets_E)
@@ -293,7 +309,7 @@ class _UpProjection(torch.autograd.Function):
             grad_tokens = _gradient_of_rows(grad_R2F, grad_low_Rr, w1_ED2F, a_EDr, offsets_E)
             if not ctx.is_sorted:
                 grad_tokens = collect_rows(grad_tokens, inverse_TK, None, ctx.has_gaps)
-        return grad_tokens, grad_a, grad_b, *[None] * 6
+        return grad_tokens, grad_a, grad_b, *[None] * 7
 
 
 def _rows(

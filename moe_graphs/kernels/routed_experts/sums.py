@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moe_graphs.kernels.gemm import grouped_gemm_forward, grouped_gemm_with_lora
 from moe_graphs.kernels.packed_weights import PackedWeight
@@ -30,12 +31,23 @@ def product(
     a_EMr: Tensor | None,
     b_ErN: Tensor | None,
     offsets_E: Tensor,
+    bias_EN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``rows @ w + (rows @ a) @ b``, and ``rows @ a``."""
-    if a_EMr is None:
+    """``rows @ w + (rows @ a) @ b + bias``, which is one sum, and ``rows @ a``."""
+    low_Rr = None if a_EMr is None else grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
+    beside = [] if low_Rr is None else [(low_Rr, b_ErN)]
+    if bias_EN is not None:
+        beside.append(_bias_as_product(len(rows_RM), bias_EN))
+    if not beside:
         return grouped_gemm_forward(rows_RM, dense(w_EMN), offsets_E, False), None
-    low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
-    return grouped_gemm_with_lora(rows_RM, dense(w_EMN), low_Rr, b_ErN, offsets_E), low_Rr
+    low, factor = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*beside, strict=True))
+    return grouped_gemm_with_lora(rows_RM, dense(w_EMN), low, factor, offsets_E), low_Rr
+
+
+def _bias_as_product(rows: int, bias_EN: Tensor) -> tuple[Tensor, Tensor]:
+    """``[R, 8]`` with a column of ones and ``[E, 8, N]`` with the bias: rows of 16 bytes."""
+    ones_R8 = functional.pad(bias_EN.new_ones(rows, 1), (0, 7))
+    return ones_R8, functional.pad(bias_EN.unsqueeze(1), (0, 0, 0, 7))
 
 
 def place_of_sums(gate_up_R2F: Tensor, weights_TK: Tensor, w2_EFD: Tensor | PackedWeight) -> Tensor:
