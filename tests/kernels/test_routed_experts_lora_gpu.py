@@ -14,7 +14,11 @@ from kernel_check import error, group_ends, group_sizes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import RowOrder, route_rows
 from moe_graphs.kernels.gemm import grouped_gemm_forward, grouped_gemm_with_lora, reference
-from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
+from moe_graphs.kernels.routed_experts.lora import (
+    LoRA,
+    routed_experts_with_lora,
+    up_projection_with_lora,
+)
 from replays import check_replays
 
 pytestmark = pytest.mark.gpu
@@ -129,6 +133,27 @@ def test_a_sum_is_rounded_once_and_layouts_have_the_same_bits(rows, rank):
     w_turned, b_turned = (each.mT.contiguous().mT for each in (w, b))
     for w_given, b_given in ((w_turned, b_turned), (w_turned, b), (w, b_turned)):
         assert torch.equal(grouped_gemm_with_lora(x, w_given, low, b_given, offsets), found)
+
+
+@pytest.mark.parametrize("rank", [0, 16, 64])
+@pytest.mark.parametrize("routing", ["zipf", "empty experts", "every expert"])
+def test_a_frozen_bias_is_in_the_same_sum(routing, rank):
+    experts_TK = ROUTINGS[routing]()
+    order, given = route_rows(experts_TK, E), leaves(experts_TK, rank or 16)
+    tokens, _, a, b, _, _, w1, _ = (each.detach() for each in given)
+    bias, top_k = torch.randn(E, 2 * F, device="cuda").to(BF16), experts_TK.shape[1]
+    lora = LoRA(a, b) if rank else None
+    found = up_projection_with_lora(tokens, order, top_k, w1, lora, bias_E2F=bias)
+    rows = tokens[order.order_R.long() // top_k]
+    numbers = torch.arange(len(rows), device="cuda", dtype=torch.int32)
+    expert_R = torch.searchsorted(order.offsets_E, numbers, right=True)
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        w = w1.to(dtype) + (a.to(BF16).to(dtype) @ b.to(BF16).to(dtype) if rank else 0)
+        return reference.grouped_gemm(rows.to(dtype), w, order.offsets_E) + bias[expert_R].to(dtype)
+
+    exact = plain(torch.float32)
+    assert error(found, exact) <= 2 * error(plain(BF16), exact)
 
 
 def test_no_summed_weight_is_made():
