@@ -47,6 +47,7 @@ KINDS = [
     *(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS),
     "gather:cooperative",
     "ops:all",
+    "fp8:all",
 ]
 # (routing, rows, experts, K, N, rows past the last end)
 CASES = [
@@ -270,6 +271,11 @@ def check_kind(kind: str) -> None:
 
         failures = ops_check.failures()
         return print_verdict(kind, failures, started)
+    if op == "fp8":
+        import fp8_products
+
+        failures = fp8_products.failures()
+        return print_verdict(kind, failures, started)
     half = torch.float16
     for seed, case in enumerate(CASES):
         runs = [(torch.bfloat16, False), (torch.bfloat16, True)]
@@ -403,6 +409,11 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
             ),
             None,
         )
+    if "fp8:all" in good and not K % 128 and not N % 128:
+        from fp8_products import products_like
+
+        for group, call in products_like(x, w, dy, offsets).items():
+            add(group, group.split(" ")[1], call, None)
     if "rows:cooperative" in good:  # what the work list costs: the GEMM alone, list made beforehand
         v = g.row_variant("cooperative", N)
         kernels, grid = g.kernels_of(v, x.device), g.sm_count(x.device)

@@ -2,6 +2,7 @@
 
     python benchmarks/moe_layer.py --out benchmarks/results/moe_layer_h200.jsonl
     python benchmarks/moe_layer.py --separate  # beside the ops one by one, each step as one graph
+    python benchmarks/moe_layer.py --fp8  # experts in bf16 and in FP8, each step as one graph
     python benchmarks/moe_layer.py --peers SonicMoE,ScatterMoE --routing even,zipf
 
 Contenders: ours eager, ours with scope `moe` captured, and blocks of other libraries
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ from moe_graphs.bench.timing import elapsed
 from moe_graphs.kernels import grouped_gemm, permute, swiglu, unpermute
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.layers.moe import MoELayer, MoEOutput, Prepared
 from peer_models.moe_blocks import BLOCKS, BlockWeights
@@ -151,15 +154,35 @@ class GatheredLoads(MoELayer):
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
 
 
+class CodesKept(MoELayer):
+    """Ours in FP8, but weights are quantized once for forward and backward."""
+
+    def run_experts(self, prepared: Prepared) -> MoEOutput:
+        plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
+        hidden_TD = routed_experts_fp8(
+            plan.tokens.flatten(0, -2), plan.order, plan.weights_TK, w1, w2, keep_codes=True
+        )
+        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
+
+
+OURS = "ours, one graph"
+FP8, FP8_KEPT = "ours in FP8, one graph", "ours in FP8 with kept codes, one graph"
 KINDS = {
-    "ours, one graph": MoELayer,
+    OURS: MoELayer,
+    FP8: MoELayer,
+    FP8_KEPT: CodesKept,
     "separate ops, one graph": SeparateOps,
     "ours with gathered loads, one graph": GatheredLoads,
 }
+# The median over tokens of an output's or gradient's distance from eager's, by contender.
+APART = {FP8: 1.5e-1, FP8_KEPT: 1.5e-1}
 
 
-def make_layer(size: Size, kind: type[MoELayer] = MoELayer) -> MoELayer:
-    config = MoEConfig(num_experts=size.experts, top_k=size.top_k, ffn_hidden_size=size.ffn)
+def make_layer(
+    size: Size, kind: type[MoELayer] = MoELayer, precision: Literal["weights", "fp8"] = "weights"
+) -> MoELayer:
+    sizes = dict(num_experts=size.experts, top_k=size.top_k, ffn_hidden_size=size.ffn)
+    config = MoEConfig(**sizes, precision=precision)
     torch.manual_seed(0)
     layer = kind(config, size.hidden, device="cuda", dtype=torch.bfloat16)
     layer.init_weights()
@@ -167,7 +190,7 @@ def make_layer(size: Size, kind: type[MoELayer] = MoELayer) -> MoELayer:
 
 
 def one_graph(size: Size, name: str) -> Contender:
-    layer = make_layer(size, KINDS[name])
+    layer = make_layer(size, KINDS[name], "fp8" if name == FP8 else "weights")
     return OneGraph(name, layer, lambda x: layer(x).hidden)
 
 
@@ -245,14 +268,16 @@ def prepare(size: Size, names: list[str]) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(size: Size, rounds: int, separate: bool, peers: list[str], routing: str) -> list[dict]:
+def measure(
+    size: Size, rounds: int, graphs: Collection[str], peers: list[str], routing: str
+) -> list[dict]:
     """One record per contender; what failed its gate or raised has `error` and no speed."""
     x, grad = data(size)
     eager, failed = ours(size, captured=False), {}
     load = skew(eager.module, x, routing)
     running, saved, peak = [eager], {}, {}
-    builds = {name: functools.partial(one_graph, size, name) for name in KINDS}
-    if not separate:
+    builds = {name: functools.partial(one_graph, size, name) for name in graphs}
+    if not graphs:
         builds = {"ours, scope moe": lambda: ours(size, captured=True)}
         builds |= {name: functools.partial(peer, size, name, eager.module) for name in peers}
     for name, build in builds.items():
@@ -295,7 +320,7 @@ def gate(contender: Contender, eager: Contender, x: Tensor, grad: Tensor) -> Non
             raise RuntimeError(f"{name}: not bitwise eager's")
         # Compare most tokens: if two experts are nearly equal, rounding decides between them.
         off_T = (a - b).float().norm(dim=1) / b.float().norm(dim=1).clamp_min(1e-30)
-        if not off_T.median() < 2e-2:
+        if not off_T.median() < APART.get(contender.name, 2e-2):
             raise RuntimeError(f"{name}: {off_T.median():.1e} from eager's, median over tokens")
     check_replayed(contender.graphs and contender.graphs.report())
 
@@ -330,6 +355,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
     parser.add_argument(
         "--separate", action="store_true", help="beside the ops one by one, each step as one graph"
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="bf16 beside FP8, each step as one graph"
     )
     parser.add_argument(
         "--peers",
@@ -377,12 +405,15 @@ def main(arguments: list[str] | None = None) -> None:
     started = time.time()
     print(environment.describe(stamp))
     name = "moe_layer_separate" if args.separate else "moe_layer"
+    graphs: Collection[str] = [each for each in KINDS if each not in APART] if args.separate else []
+    if args.fp8:
+        name, graphs = "moe_layer_fp8", (OURS, FP8, FP8_KEPT)
     for size, routing in itertools.product(args.sizes, args.routing):
         if time.time() - started > args.budget:
             print(f"budget spent: {size} left out")
             continue
         constant = {"benchmark": name + "_zipf" * (routing == "zipf"), "environment": stamp}
-        for record in measure(size, args.rounds, args.separate, args.peers, routing):
+        for record in measure(size, args.rounds, graphs, args.peers, routing):
             print(json.dumps(record), flush=True)
             if args.out:
                 with args.out.open("a") as lines:

@@ -19,6 +19,8 @@ _TRAINING_ALONE = (
     "input_jitter",
     "bias_update_rate",
     "experts",
+    "precision",
+    "recompute",
 )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.kernels import RowOrder, permute, unpermute
+from moe_graphs.kernels.fp8 import check_sizes
 from moe_graphs.layers.model_config import MoEConfig
 from moe_graphs.registry import EXPERTS
 
@@ -30,11 +31,14 @@ class ExpertsBackend(nn.Module):
         takes_tail: whether rows that belong to no expert may follow the experts' rows, as some
             dispatchers leave them (``Dispatcher.leaves_tail``).
         recomputes: whether ``recompute`` makes a difference.
+        precision: ``"weights"``, or ``"fp8"`` where a backend computes in it.
+        computes_fp8: whether it does.
     """
 
     host_sync: str | None = None
     takes_tail: bool = False
     recomputes: bool = False
+    computes_fp8: bool = False
 
     def __init__(
         self,
@@ -45,13 +49,16 @@ class ExpertsBackend(nn.Module):
         first_expert: int = 0,
         num_experts: int | None = None,
         recompute: bool = False,
+        precision: str = "weights",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.local_experts = range(first_expert, first_expert + num_local_experts)
         self.num_experts = num_local_experts if num_experts is None else num_experts
-        self.recompute = recompute
+        self.recompute, self.precision = recompute, precision
+        if precision == "fp8":
+            check_sizes(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.make_weights(hidden_size, ffn_hidden_size, device, dtype)
         if not any(parameter.is_meta for parameter in self.parameters()):
             self.init_weights()  # thousands of experts take their time
@@ -153,7 +160,8 @@ def build_experts(
     """Build the backend ``config.experts`` with the experts ``local_experts`` of a layer.
 
     Raises:
-        ValueError: ``config.experts`` is the place of a class that cannot be imported.
+        ValueError: ``config.experts`` is the place of a class that cannot be imported, or the
+            sizes are none for ``config.precision``.
         ImportError: ``config.experts`` needs a library that is not installed; the message says
             which.
     """
@@ -164,6 +172,7 @@ def build_experts(
         first_expert=local_experts.start,
         num_experts=config.num_experts,
         recompute=config.recompute == "experts",
+        precision=config.precision,
         device=device,
         dtype=dtype,
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.kernels import RowOrder, routed_experts
+from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.layers.expert_backends import ExpertsBackend
 
 
@@ -22,6 +23,7 @@ class GroupedExperts(ExpertsBackend):
 
     takes_tail = True
     recomputes = True
+    computes_fp8 = True
 
     def make_weights(
         self,
@@ -45,7 +47,8 @@ class GroupedExperts(ExpertsBackend):
     ) -> Tensor:
         w1_eD2F, w2_eFD = _local(self.w1), _local(self.w2)
         options = dict(is_sorted=is_sorted, recompute=self.recompute)
-        return routed_experts(tokens_XD, order, weights_XK, w1_eD2F, w2_eFD, **options)
+        run = routed_experts_fp8 if self.precision == "fp8" else routed_experts
+        return run(tokens_XD, order, weights_XK, w1_eD2F, w2_eFD, **options)
 
     def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:
         return {self.w1: (self.w1.shape[-1] // 2,) * 2, self.w2: ()}

@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,7 @@ class LanguageModel(nn.Module):
         max_sequence_length: int | None = None,
         linear: str = "torch",
         experts: str = "moe_graphs",
+        precision: Literal["weights", "fp8"] = "weights",
     ) -> Self:
         """Load the model of a Hugging Face directory: config.json and safetensors, also sharded.
 
@@ -115,6 +116,7 @@ class LanguageModel(nn.Module):
             max_sequence_length: positions of the rotary tables (default: the model's).
             linear, experts: kernels, as in ``TransformerConfig`` and ``MoEConfig``. Experts with
                 another library's kernels add the experts of one layer to the peak memory.
+            precision: of the experts, as in ``MoEConfig``.
 
         Raises:
             ValueError: an architecture that our layers do not compute, or files that are missing,
@@ -125,6 +127,10 @@ class LanguageModel(nn.Module):
         files = read_files(Path(directory), max_sequence_length)
         dtype = dtype_of(files) if dtype is None else dtype
         config = replace(files.config, linear=linear)
+        if config.moe is not None:
+            config = replace(config, moe=replace(config.moe, precision=precision))
+        elif precision != "weights":
+            raise ValueError(f"precision={precision!r} is of experts, and {directory} has none")
         model = cls(config, dispatcher, device="meta", dtype=dtype)
         local_experts = (LocalDispatcher() if dispatcher is None else dispatcher).local_experts
         place = torch.device(device or torch.get_default_device())

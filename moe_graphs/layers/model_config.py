@@ -35,6 +35,11 @@ class MoEConfig:
         experts: kernels of the routed experts, see ``layers.expert_backends``.
         recompute: ``"experts"`` keeps of the routed experts nothing but their tokens for the
             backward, which runs the first of their two products again. All bits stay the same.
+        precision: ``"fp8"`` computes the routed experts' products and the gradients of their rows
+            in FP8, with a scale for each block of 128 numbers (128x128 of weights), and sums in
+            fp32, as DeepSeek-V3 trains. Weights keep their dtype, and their gradients are computed
+            in that of the tokens. 128 has to divide ``hidden_size`` and ``ffn_hidden_size``, and a
+            GPU has to be a Hopper GPU. ``"weights"`` computes in the weights' dtype.
     """
 
     num_experts: int
@@ -54,6 +59,7 @@ class MoEConfig:
     shared_gate: bool = False
     experts: str = "moe_graphs"
     recompute: Literal["none", "experts"] = "none"
+    precision: Literal["weights", "fp8"] = "weights"
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
@@ -77,6 +83,13 @@ class MoEConfig:
         if self.recompute == "experts" and not EXPERTS[self.experts].recomputes:
             raise ValueError(
                 f"recompute='experts' needs experts={EXPERTS.words(lambda e: e.recomputes)!r}, got "
+                f"experts={self.experts!r}"
+            )
+        if self.precision not in ("weights", "fp8"):
+            raise ValueError(f"precision {self.precision!r} is unknown: choose weights or fp8")
+        if self.precision == "fp8" and not EXPERTS[self.experts].computes_fp8:
+            raise ValueError(
+                f"precision='fp8' needs experts={EXPERTS.words(lambda e: e.computes_fp8)!r}, got "
                 f"experts={self.experts!r}"
             )
         self._check_groups()

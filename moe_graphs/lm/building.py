@@ -151,7 +151,7 @@ def _in_this_process(options: RunOptions) -> LanguageModel:
     torch.manual_seed(seed)  # of what parts of a user's own draw when they are made
     if options.init is not None:
         experts = "moe_graphs" if config.moe is None else config.moe.experts
-        given |= {"linear": config.linear, "experts": experts}
+        given |= {"linear": config.linear, "experts": experts} | _precision(config)
         model = LanguageModel.from_pretrained(options.init, **given)
     else:
         model = LanguageModel(config, **given)
@@ -173,7 +173,9 @@ def _on_ranks(
     dispatcher = make_dispatcher("local" if layout.ep > 1 else options.dispatcher)
     given: dict[str, Any] = {"dispatcher": dispatcher, "device": "meta", "dtype": options.dtype}
     if options.init is not None:
-        model = LanguageModel.from_pretrained(options.init, **given)
+        model = LanguageModel.from_pretrained(
+            options.init, **given, **_precision(options.preset.model)
+        )
     else:
         model = LanguageModel(options.preset.model, **given)
     policy = MIXED_PRECISION if options.mixed_precision else None
@@ -197,6 +199,10 @@ def _on_ranks(
         seed = options.preset.training.seed
         init_weights_sharded(model, device, seed=seed, std=_std(model.config))
     return model, stages
+
+
+def _precision(config: TransformerConfig) -> dict[str, Any]:
+    return {} if config.moe is None else {"precision": config.moe.precision}
 
 
 def _std(config: TransformerConfig) -> float:
@@ -235,8 +241,16 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
         "threads": torch.get_num_threads() if on_cpu else None,
         "deterministic": on_cpu or torch.are_deterministic_algorithms_enabled(),
         "torch": str(torch.__version__),
-        "model": dataclasses.asdict(options.preset.model),
+        "model": _described(options.preset.model),
     }
+
+
+def _described(config: TransformerConfig) -> dict[str, Any]:
+    found = dataclasses.asdict(config)
+    moe = found["moe"]
+    if moe is not None and moe["precision"] == "weights":  # checkpoints before it have no such name
+        del moe["precision"]
+    return found
 
 
 def build_batches(options: RunOptions, text: Text) -> TrainingBatches:

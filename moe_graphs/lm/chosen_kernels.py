@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from moe_graphs.integrations.transformer_engine import import_transformer_engine
+from moe_graphs.kernels.fp8 import check_sizes
 from moe_graphs.lm.options import ModelOptions
 from moe_graphs.lm.run_presets import Preset
 from moe_graphs.registry import FP8_RECIPES
@@ -25,7 +27,15 @@ def with_kernels(preset: Preset, asked: ModelOptions, device: torch.device) -> P
     experts, linear, fp8 = asked.experts, asked.linear, asked.fp8
     model = replace(preset.model, linear=linear)  # the configs check the names
     if model.moe is not None:
-        model = replace(model, moe=replace(model.moe, experts=experts))
+        precision: Any = asked.precision
+        moe = replace(model.moe, experts=experts, precision=precision)
+        if asked.precision == "fp8":
+            check_sizes(hidden_size=model.hidden_size, ffn_hidden_size=moe.ffn_hidden_size)
+        model = replace(model, moe=moe)
+    elif asked.precision != "weights":
+        raise ValueError(
+            f"precision: {asked.precision!r}, but the model has no experts: drop --precision"
+        )
     elif experts != "moe_graphs":
         raise ValueError(f"experts: {experts!r}, but the model has none: drop --experts")
     if fp8 != "none":

@@ -51,6 +51,11 @@ class ModelOptions:
         "moe_graphs",
         f"Kernels of the experts: {EXPERTS.words()}, or module:Class of your own.",
     )
+    precision: str = option(
+        "weights",
+        "Precision of the experts' products: weights (that of the weights), or fp8 (blocks of 128; "
+        "on Hopper GPUs, and slowly on a CPU).",
+    )
     linear: str = option(
         "torch",
         f"Kernels of the projections: {PROJECTIONS.words()}, or module:Class of your own.",
@@ -333,7 +338,7 @@ class ProfileOutput(OutputOptions):
 class ProfileOptions:
     model: ProfiledModel = section(
         ProfiledModel,
-        ("impl", "preset", "optimizer_in_graph", "experts", "linear", "fp8"),
+        ("impl", "preset", "optimizer_in_graph", "experts", "precision", "linear", "fp8"),
     )
     text: TextOptions = section(TextOptions, ("data", "attention_within_documents"))
     graphs: GraphOptions = section(GraphOptions, ("dispatcher",))

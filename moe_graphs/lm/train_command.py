@@ -17,6 +17,7 @@ from rich.table import Table
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.errors import GraphError
+from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.lm import run as training_run
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.compare import compare, comparison_table
@@ -207,7 +208,7 @@ def _describe(
         f"loss: {_loss(settings)}",
         f"precision: {options.precision}",
         str(way),
-        f"kernels: experts {'none' if model.moe is None else model.moe.experts}, linear "
+        f"kernels: experts {_experts(model)}, linear "
         f"{model.linear}, fp8 {options.asked.model.fp8}; optimizer {settings.optimizer}"
         f"{_update(settings)}",
     )
@@ -220,6 +221,12 @@ def _loss(settings: TrainSettings) -> str:
     added = {"label smoothing": settings.label_smoothing, "z-loss": settings.z_loss}
     said = [f"{name} {value:g}" for name, value in added.items() if value]
     return f"cross entropy by chunks of logits, {', '.join(said) or 'nothing'} added"
+
+
+def _experts(model: TransformerConfig) -> str:
+    if model.moe is None:
+        return "none"
+    return f"{model.moe.experts}{' in FP8' * (model.moe.precision == 'fp8')}"
 
 
 def _update(settings: TrainSettings) -> str:

@@ -46,6 +46,7 @@ UNKNOWN = (87, 110, 121)
 # Cases that some architecture has been too small for.
 LARGEST = ("grouped GEMM, rows", "grouped GEMM, weights", "RMS norm of a sum, 8192")
 CASES = kernel_cases()
+OF_HOPPER = ("grouped GEMM, gathered rows", "FP8, quantisation", "FP8, products")
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def check(found: list, number: int, shared: int) -> None:
 @pytest.mark.parametrize(("case", "number"), cases_by_architecture())
 def test_every_kernel_is_compiled_for_every_architecture_and_fits(compiled, case, number):
     found = compiled(CASES[case], arch=number)
-    assert found or case == "grouped GEMM, gathered rows"
+    assert found or case in OF_HOPPER
     check(found, number, TABLE[number].shared)
 
 

@@ -7,6 +7,7 @@ them as a deadlock. They are reproduced here, and the loops of our kernels are c
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,31 @@ def test_gathered_rows(compiled, columns, dtype):
     # The producer's K loop also carries its pointers; the fence is the consumers'.
     assert kernel.carried == [6, 2, 3] * 2 + [7, 3]
     assert kernel.ptx.count("cp.async.ca.shared") + kernel.ptx.count("cp.async.cg.shared") > 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "pingpong", "dtype"),
+    [(1024, False, BF16), (1024, True, BF16), (384, False, FP16), (384, True, BF16)],
+)
+def test_rows_in_fp8(compiled, columns, pingpong, dtype):
+    codes = [torch.zeros(s, dtype=torch.uint8) for s in ((4096, 512), (8, columns, 512))]
+    x, w = (code.view(torch.float8_e4m3fn) for code in codes)
+    variant = replace(gemm.row_variant("fp8", columns), pingpong=pingpong)
+    out = torch.empty(4096, columns, dtype=dtype)
+    scales = torch.empty(4, 4096), torch.empty(8, columns // 128, 4)
+    launch = gemm.kernels_of(variant, CPU).fp8_rows_launch(
+        variant, x, scales[0], w, scales[1], out, work(8), 132
+    )
+    (kernel,) = compiled(launch.run)
+    check(kernel, wgmma=True)
+    # A consumer's K loop also carries the scales of the next step, and the block's sum. Whose turn
+    # it is comes out of the loops where a step has two halves.
+    halves = variant.block_n // 128
+    step = 4 + 2 * halves
+    carried = {(2, True): [7, 2, step, 8, 2, step], (1, True): [8, 3, step + 1] * 2}
+    assert kernel.carried == [*carried.get((halves, pingpong), [7, 2, step] * 2), 7, 2]
+    assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4
+    assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ PLAIN = ("apply_rotary", "gather_gemm", "grouped_gemm", "rotate")
 WITH_KERNELS = (
     "choose_experts",
     "cross_entropy",
+    "fp8",
     "heads",
     "permute",
     "rms_norm",

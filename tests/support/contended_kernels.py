@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
+from moe_graphs.kernels import fp8
 from moe_graphs.kernels.gemm import launch as gemm
 from moe_graphs.kernels.gemm.heuristics import row_variant, weight_variant
 
@@ -50,6 +52,14 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
                 f"weights {name} {dtype}",
                 lambda v=weights, o=out: gemm.matmul_weights(x, dy, ends, out=o, variant=v),
             )
+    given = (*fp8.quantized(x), *fp8.quantized_weights(w), ends, torch.bfloat16)
+    for block_n, stages, turns in ((128, 6, True), (256, 4, False), (256, 4, True)):
+        variant = replace(row_variant("fp8", WIDTH), block_n=block_n, stages=stages)
+        variant = replace(variant, pingpong=turns)
+        yield (
+            f"rows fp8 {block_n} {turns}",
+            lambda v=variant: gemm.matmul_rows_fp8(*given, variant=v),
+        )
     yield "gathered", lambda: gemm.matmul_gathered(x, order, 1, w, ends)
     total = torch.zeros(EXPERTS, WIDTH, WIDTH, device="cuda")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,10 +43,11 @@ class Run:
         layers: str = "mixed",
         microbatches: int = 1,
         inside: bool = True,
+        precision: Literal["weights", "fp8"] = "weights",
         **options: Any,
     ) -> None:
         self.device, self.microbatches, self.inside = device, microbatches, inside
-        self.model = tiny_model(device, layers)
+        self.model = tiny_model(device, layers, precision=precision)
         self.optimizer = optimizer_of(self.model, device)
         self.schedule = LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
         self.checkpoint: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import triton.language as tl
 from triton.runtime import interpreter as tritons
 from triton.runtime.jit import JITFunction
@@ -48,6 +49,7 @@ def interpreter() -> Iterator[None]:
         # That of Triton 3.9 rounds once, as GPUs do and torch's operations do not.
         builder = tritons.InterpreterBuilder
         stack.enter_context(mock.patch.object(builder, "create_fma", _product_and_sum))
+        stack.enter_context(_with_rounding_to_fp8())
         # Triton 3.9 refuses the masks of integers that it makes of a comparison of scalars.
         for name in ("create_masked_load", "create_masked_store"):
             stack.enter_context(_with_masks_of_bools(name))
@@ -56,6 +58,20 @@ def interpreter() -> Iterator[None]:
 
 def _product_and_sum(_: Any, x: Any, y: Any, z: Any) -> Any:
     return tritons.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+
+
+def _with_rounding_to_fp8() -> Any:
+    """Torch's rounding to e4m3, which is that of GPUs; Triton's own loses the carry of a code."""
+    builder = tritons.InterpreterBuilder
+    convert = builder.create_fp_to_fp
+
+    def converted(self: Any, source: Any, to: Any, rounding: Any) -> Any:
+        if to.scalar != tl.float8e4nv:
+            return convert(self, source, to, rounding)
+        codes = torch.tensor(source.data).to(torch.float8_e4m3fn).view(torch.uint8)
+        return tritons.TensorHandle(codes.numpy(), to.scalar)
+
+    return mock.patch.object(builder, "create_fp_to_fp", converted)
 
 
 def _with_masks_of_bools(name: str) -> Any:

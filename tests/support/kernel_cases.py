@@ -15,8 +15,10 @@ from moe_graphs import kernels
 from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
+from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 from moe_graphs.kernels.gemm import launch as gemm
 from moe_graphs.kernels.gemm import tile_scheduler
+from moe_graphs.kernels.gpu_architectures import architecture_of
 from moe_graphs.kernels.heads import triton_kernels as heads_triton
 from moe_graphs.kernels.packed_weights import FORMATS
 from moe_graphs.kernels.packed_weights import triton_kernels as packed_weights_triton
@@ -58,6 +60,8 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "AdamW, states of 8 bits": _adamw_8bit,
         "rows between ranks": _peer_rows,
         "weights in few bits": _packed_weights,
+        "FP8, quantisation": _fp8,
+        "FP8, products": _fp8_products,
     }
     for norm in ("none", "head", "full"):
         cases[f"heads, norm {norm}"] = lambda norm=norm: _heads(norm)
@@ -274,3 +278,35 @@ def _packed_weights() -> None:
         for dtype in (BF16, FP32):
             out = torch.empty(2, 256, 256, dtype=dtype)
             packed_weights_triton.unpack(kind, *stored, out)
+
+
+def _fp8() -> None:
+    """Hopper's alone."""
+    if not _has_fp8():
+        return
+    rows, hidden = torch.empty(512, 1536, dtype=BF16), torch.empty(64, 7168, dtype=BF16)
+    inverse, order = torch.zeros(64, 8, dtype=torch.int32), torch.zeros(512, dtype=torch.int32)
+    for powers in (False, True):
+        fp8_triton.fp8_quantize(rows, powers)
+        fp8_triton.fp8_swiglu(rows, powers)
+        for wanted in (False, True):
+            fp8_triton.fp8_spread(hidden, inverse, 512, False, wanted, powers)
+            fp8_triton.fp8_weighted_swiglu_backward(
+                rows, rows[:, :768], torch.empty(64, 8), order, False, wanted, powers
+            )
+            for dtype in (BF16, FP32):
+                fp8_triton.fp8_weights(torch.empty(4, 256, 512, dtype=dtype), True, wanted, powers)
+
+
+def _fp8_products() -> None:
+    if not _has_fp8():
+        return
+    for columns in (1024, 384):
+        codes = [torch.zeros(s, dtype=torch.uint8) for s in ((4096, 512), (4, columns, 512))]
+        x, w = (code.view(torch.float8_e4m3fn) for code in codes)
+        scales = torch.empty(4, 4096), torch.empty(4, columns // 128, 4)
+        gemm.matmul_rows_fp8(x, scales[0], w, scales[1], _offsets(4), BF16)
+
+
+def _has_fp8() -> bool:
+    return "fp8" in architecture_of(torch.device("cpu")).gemms

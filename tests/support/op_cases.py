@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_graphs import kernels
 from moe_graphs.kernels.heads.reference import rotate
 from moe_graphs.kernels.routed_experts import down_projection
+from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.kernels.swiglu import ClampedGate
 
 T, D, F, E, K = 24, 64, 16, 4, 2  # 64 is what the kernel of gathered rows takes at least
@@ -139,6 +140,10 @@ def op_cases(
         ),
         "unpermute with gaps": OpCase(
             lambda x, w: [kernels.unpermute(x, gapped, w)], [leaf(T * K, D), weights_TK]
+        ),
+        "routed_experts in FP8": OpCase(
+            lambda x, s, w1, w2: [routed_experts_fp8(x, order, s, w1, w2)],
+            [leaf(T, 128), weights_TK, leaf(E, 128, 256), leaf(E, 128, 128)],
         ),
         "all": OpCase(_layer, [leaf(T, D), leaf(E, D), leaf(E, D, 2 * F), leaf(E, F, D)]),
     }

@@ -36,8 +36,11 @@ def tiny_model(
     count: int = 2,
     dtype: torch.dtype | None = None,
     recompute: Literal["none", "experts"] = "none",
+    precision: Literal["weights", "fp8"] = "weights",
 ) -> LanguageModel:
     """Make a model of a few layers, by default in fp32 on the CPU and in bf16 on a GPU.
+
+    With experts in FP8 it is wider, as their blocks want it.
 
     It has every feature that could differ between a graph and eager: dropout, jitter, aux losses,
     expert bias.
@@ -47,7 +50,7 @@ def tiny_model(
     moe = MoEConfig(
         num_experts=4,
         top_k=2,
-        ffn_hidden_size=16,
+        ffn_hidden_size=128 if precision == "fp8" else 16,
         aux_loss_coef=0.01,
         z_loss_coef=0.001,
         input_jitter=0.01,
@@ -55,9 +58,10 @@ def tiny_model(
         shared_ffn_hidden_size=16 if shared else 0,
         shared_gate=shared,
         recompute=recompute,
+        precision=precision,
     )
     config = TransformerConfig(
-        hidden_size=32,
+        hidden_size=128 if precision == "fp8" else 32,
         num_layers=count,
         num_heads=4,
         num_kv_heads=2,

@@ -27,13 +27,14 @@ class Variant:
     """A kernel of the grouped GEMM with its tile, and what the launch has to know about it.
 
     Attributes:
-        name: cooperative, pingpong or gather (Gluon, for Hopper alone), tma or pointer (plain
+        name: cooperative, pingpong, gather or fp8 (Gluon, for Hopper alone), tma or pointer (plain
             Triton, portable), or fp32 (pointer with a tile for operands of 4 bytes).
         file: the file of this folder that has the kernel and its ``rows_launch`` (for gathered rows
-            ``gathered_launch``) or ``weights_launch``.
+            ``gathered_launch``, for FP8 ``fp8_rows_launch``) or ``weights_launch``.
         pieces: an output tile is stored in so many column pieces ...
         buffers: ... through so many buffers per consumer.
-        pingpong: the two consumers take tiles by turns; otherwise they share a tile's rows.
+        pingpong: the two consumers take tiles by turns; otherwise they share a tile's rows. In FP8
+            they share them either way, and begin their products by turns.
         partial_sums: the kernel can leave partial sums in fp32 for another kernel to add up: those
             of the last round's tiles, which are cut along K, or those of an expert with many rows.
         adds_beside: a rows kernel can add a second product within its own sum.
@@ -69,6 +70,7 @@ def row_variant(name: str, columns: int, gpu: Architecture = HOPPER) -> Variant:
         replace(cooperative, partial_sums=True, adds_beside=True),
         replace(pingpong, adds_beside=True),
         Variant("gather", "sm90_rows", 128, n, 64, 4 if wide else 5, pieces=2 if wide else 1),
+        Variant("fp8", "sm90_fp8", 128, n, 128, 4 if wide else 6),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8),
         pointer,
         replace(pointer, name="fp32", warps=8),

@@ -93,6 +93,39 @@ def matmul_rows(
     return out
 
 
+def matmul_rows_fp8(
+    codes_RK: torch.Tensor,
+    scales_GR: torch.Tensor,
+    w_codes_ENK: torch.Tensor,
+    w_scales: torch.Tensor,
+    offsets_E: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+    variant: Variant | None = None,
+) -> torch.Tensor:
+    """``matmul_rows`` of operands in FP8 (`kernels.fp8`), which both lie along K; Hopper alone.
+
+    Args:
+        scales_GR: fp32 [K / 128, R]. Of rows past the last end it may hold anything.
+        w_scales: fp32 [E, N / 128, K / 128].
+        dtype: bf16 or fp16, of ``out``.
+    """
+    (rows, _), device = codes_RK.shape, codes_RK.device
+    N = w_codes_ENK.shape[1]
+    v = variant or row_variant("fp8", N)
+    kernels = kernels_of(v, device)
+    if out is None:
+        out = torch.empty(rows, N, dtype=dtype, device=device)
+    check_memory(codes=codes_RK, scales=scales_GR, w=w_codes_ENK, w_scales=w_scales, out=out)
+    if rows:
+        grid = sm_count(device)
+        work = row_tiles(offsets_E, rows, v.block_m)
+        operands = codes_RK, scales_GR, w_codes_ENK, w_scales
+        kernels.fp8_rows_launch(v, *operands, out, work, grid).run()
+    return out
+
+
 def can_gather(x: torch.Tensor) -> bool:
     """Whether ``matmul_gathered`` takes these tokens: on Hopper, narrow, 64 divides their width."""
     is_narrow = x.dtype != torch.float32

@@ -20,7 +20,7 @@ def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     expert 2 has row 2, and row 3 is past the end.
     """
     out_RN = x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
-    for expert, rows in _groups(offsets_E):
+    for expert, rows in groups(offsets_E):
         torch.mm(x_RK[rows], w_EKN[expert], out=out_RN[rows])
     return out_RN
 
@@ -30,7 +30,7 @@ def grouped_gemm_with_lora(
 ) -> Tensor:
     """``grouped_gemm(x, w) + grouped_gemm(low, b)`` in one sum, which is rounded once."""
     out_RN = x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
-    for expert, rows in _groups(offsets_E):
+    for expert, rows in groups(offsets_E):
         both = torch.cat((x_RK[rows], low_Rr[rows]), 1)
         torch.mm(both, torch.cat((w_EKN[expert], b_ErN[expert])), out=out_RN[rows])
     return out_RN
@@ -47,12 +47,12 @@ def grouped_gemm_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tens
     Zero for an expert without rows; rows past the last end take no part.
     """
     out_EKN = x_RK.new_zeros(offsets_E.shape[0], x_RK.shape[1], grad_RN.shape[1])
-    for expert, rows in _groups(offsets_E):
+    for expert, rows in groups(offsets_E):
         torch.mm(x_RK[rows].t(), grad_RN[rows], out=out_EKN[expert])
     return out_EKN
 
 
-def _groups(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:
+def groups(offsets_E: Tensor) -> Iterator[tuple[int, slice]]:
     """The experts that have rows, each with its rows. Reads the offsets on the host."""
     start = 0
     for expert, end in enumerate(offsets_E.tolist()):

@@ -24,7 +24,7 @@ TILE = {"ROWS": 4, "COLS": 256}
 
 
 @triton.jit
-def _rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
+def rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
     """The program's rows, their pairs, their weights [ROWS, 1], and whether they have a pair."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(order_ptr + row, mask=row < rows, other=-1)
@@ -37,7 +37,7 @@ def weighted_swiglu_kernel(
     x_ptr, order_ptr, weights_ptr, h_ptr, rows, F, alpha, limit, offset,
     CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, _, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
+    row, _, weight, live = rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
         inside, used = (row < rows) & (column < F), live & (column < F)
@@ -54,7 +54,7 @@ def weighted_swiglu_backward_kernel(
     alpha, limit, offset, CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, RESULT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row, pair, weight, live = _rows_of_program(order_ptr, weights_ptr, rows, ROWS)
+    row, pair, weight, live = rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     products = tl.zeros((ROWS, COLS), tl.float32)
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]

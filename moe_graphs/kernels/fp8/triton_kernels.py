@@ -1,0 +1,342 @@
+"""Codes and scales in FP8, written where the values are made.
+
+    quantize    codes of rows
+    spread      codes of every token in its K rows, and the rows themselves if they are wanted
+    swiglu      codes of silu(gate) * up
+    backward    gradients of the weighted SwiGLU (as in `routed_experts`), and codes of dx
+    weights     codes of blocks of 128x128, as the weight lies, transposed, or both
+
+Codes are those of the values as they are rounded to the rows' dtype, so a kernel here has the bits
+of the op in bf16 with `quantize` behind it. A block is BLOCK numbers of a row; its tile of a
+program has whole blocks. Scales of rows lie block by block, [K / BLOCK, R], as the product reads
+them.
+
+R rows, D model, F ffn, T tokens, K top-k, E experts.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_graphs.kernels.fp8.reference import CODE
+from moe_graphs.kernels.fp8.reference import LARGEST as LARGEST_OF_E4M3
+from moe_graphs.kernels.fp8.reference import TINY as TINY_BLOCK
+from moe_graphs.kernels.gpu_architectures import architecture_of
+from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
+from moe_graphs.kernels.ops import define_op
+from moe_graphs.kernels.routed_experts.triton_kernels import rows_of_program
+from moe_graphs.kernels.swiglu.triton_kernels import gate_and_up_at, gated, gradients_of
+
+BLOCK = tl.constexpr(128)
+LARGEST, TINY = tl.constexpr(LARGEST_OF_E4M3), tl.constexpr(TINY_BLOCK)
+ROWS = 16  # of a program's tile, one block wide
+ROWS_OF_BACKWARD = 8
+WIDEST = 2048  # numbers of a token that a program of four warps has in flight
+
+
+@triton.jit
+def factor_and_scale(largest, POWERS: tl.constexpr):
+    """`reference.factors`."""
+    largest = tl.maximum(largest, TINY)
+    if POWERS:
+        bits = tl.math.div_rn(largest, LARGEST).to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        factor = tl.math.div_rn(1.0, scale)
+    else:
+        factor = tl.math.div_rn(1.0, largest) * LARGEST
+        scale = tl.math.div_rn(1.0, factor)
+    return factor, scale
+
+
+@triton.jit
+def coded(x, POWERS: tl.constexpr):
+    """Codes of [rows, BLOCK], and the scale of each row."""
+    x = x.to(tl.float32)
+    factor, scale = factor_and_scale(tl.max(tl.abs(x), 1), POWERS)
+    return (x * factor[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def fp8_quantize_kernel(
+    x_ptr, codes_ptr, scales_ptr, rows, columns, POWERS: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * columns + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    live = row < rows
+    codes, scale = coded(tl.load(x_ptr + at, mask=live[:, None], other=0.0), POWERS)
+    tl.store(codes_ptr + at, codes, mask=live[:, None])
+    tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * rows + row, scale, mask=live)
+
+
+@triton.jit
+def fp8_spread_kernel(
+    source_ptr, inverse_ptr, codes_ptr, scales_ptr, rows_ptr, D, num_rows,
+    K: tl.constexpr, BLOCKS: tl.constexpr, COPIED: tl.constexpr, POWERS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    here = token.to(tl.int64)
+    for base in range(0, D, BLOCKS * BLOCK):
+        block = base // BLOCK + tl.arange(0, BLOCKS)
+        column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        live = block < D // BLOCK
+        value = tl.load(source_ptr + here * D + column, mask=live[:, None], other=0.0)
+        codes, scale = coded(value, POWERS)
+        for k in tl.static_range(K):
+            row = tl.load(inverse_ptr + token * K + k).to(tl.int64)
+            wanted = live & (row >= 0)
+            tl.store(codes_ptr + row * D + column, codes, mask=wanted[:, None])
+            tl.store(scales_ptr + block.to(tl.int64) * num_rows + row, scale, mask=wanted)
+            if COPIED:
+                tl.store(rows_ptr + row * D + column, value, mask=wanted[:, None])
+
+
+@triton.jit
+def fp8_swiglu_kernel(
+    x_ptr, codes_ptr, scales_ptr, rows, F, POWERS: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    live = row < rows
+    gate_at, up_at = gate_and_up_at(row[:, None], column, F, False)
+    gate = tl.load(x_ptr + gate_at, mask=live[:, None], other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + up_at, mask=live[:, None], other=0.0).to(tl.float32)
+    h = gated(gate, up, 0.0, 0.0, 0.0, False).to(x_ptr.dtype.element_ty)
+    codes, scale = coded(h, POWERS)
+    tl.store(codes_ptr + row[:, None] * F + column, codes, mask=live[:, None])
+    tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * rows + row, scale, mask=live)
+
+
+@triton.jit
+def fp8_weighted_swiglu_backward_kernel(
+    x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, codes_ptr, scales_ptr,
+    rows, F, RESULT: tl.constexpr, POWERS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The kernel of `routed_experts`, one block at a time, with codes of dx."""
+    row, pair, weight, pairs = rows_of_program(order_ptr, weights_ptr, rows, ROWS)
+    products = tl.zeros((ROWS, BLOCK), tl.float32)
+    inside = row < rows
+    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    for block in range(0, F // BLOCK):
+        column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        gate_at, up_at = gate_and_up_at(row, column, F, False)
+        gate = tl.load(x_ptr + gate_at, mask=pairs, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + up_at, mask=pairs, other=0.0).to(tl.float32)
+        dh = tl.load(dh_ptr + row * F + column, mask=pairs, other=0.0).to(tl.float32)
+        h = gated(gate, up, 0.0, 0.0, 0.0, False)
+        products += h * dh
+        dgate, dup = gradients_of(gate, up, dh * weight, 0.0, 0.0, 0.0, False)
+        dgate = dgate.to(dx_ptr.dtype.element_ty)
+        dup = dup.to(dx_ptr.dtype.element_ty)
+        if RESULT:
+            tl.store(dx_ptr + gate_at, dgate, mask=inside)
+            tl.store(dx_ptr + up_at, dup, mask=inside)
+            weighted = (h * weight).to(h_ptr.dtype.element_ty)
+            tl.store(h_ptr + row * F + column, weighted, mask=inside)
+        codes, scale = coded(dgate, POWERS)
+        tl.store(codes_ptr + gate_at, codes, mask=inside)
+        tl.store(scales_ptr + tl.cast(block, tl.int64) * rows + line, scale, mask=line < rows)
+        codes, scale = coded(dup, POWERS)
+        tl.store(codes_ptr + up_at, codes, mask=inside)
+        at = tl.cast(block + F // BLOCK, tl.int64) * rows + line
+        tl.store(scales_ptr + at, scale, mask=line < rows)
+    dweight = tl.sum(products, 1).to(dweights_ptr.dtype.element_ty)
+    tl.store(dweights_ptr + pair, dweight, mask=pair >= 0)
+
+
+@triton.jit
+def fp8_weights_kernel(
+    w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr, M, N,
+    LYING: tl.constexpr, FLIPPED: tl.constexpr, POWERS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """One block of one expert, as it lies, transposed, or both. Grid (N / BLOCK, M / BLOCK, E)."""
+    e = tl.program_id(2).to(tl.int64)
+    m, n = tl.program_id(1), tl.program_id(0)
+    lane, line = tl.arange(0, BLOCK), tl.arange(0, LINES)
+    start = e * M * N + tl.cast(m, tl.int64) * BLOCK * N + n * BLOCK
+    at = start + lane[:, None].to(tl.int64) * N + lane[None, :]
+    w = tl.load(w_ptr + at).to(tl.float32)
+    factor, scale = factor_and_scale(tl.max(tl.max(tl.abs(w), 1), 0), POWERS)
+    if LYING:
+        tl.store(scales_ptr + (e * (M // BLOCK) + m) * (N // BLOCK) + n, scale)
+    if FLIPPED:
+        tl.store(flipped_scales_ptr + (e * (N // BLOCK) + n) * (M // BLOCK) + m, scale)
+    for first in range(0, BLOCK, LINES):  # again, from the cache, so that few registers are needed
+        part = start + (first + line)[:, None].to(tl.int64) * N + lane[None, :]
+        codes = (tl.load(w_ptr + part).to(tl.float32) * factor).to(tl.float8e4nv)
+        if LYING:
+            tl.store(codes_ptr + part, codes)
+        if FLIPPED:
+            to = e * M * N + (n * BLOCK + lane)[:, None].to(tl.int64) * M
+            tl.store(flipped_ptr + to + (m * BLOCK + first + line)[None, :], tl.trans(codes))
+
+
+@define_op(device="default")
+def fp8_quantize(x_RK: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes `[R, K]` and scales `[K / 128, R]`."""
+    (rows, columns), x_RK = x_RK.shape, x_RK.contiguous()
+    codes, scales = _codes_of_rows(x_RK, rows, columns, False)
+    if codes.numel():
+        grid = (cdiv(rows, ROWS), columns // BLOCK.value)
+        _launch(
+            fp8_quantize_kernel,
+            grid,
+            (x_RK, codes, scales, rows, columns),
+            POWERS=powers,
+            ROWS=ROWS,
+        )
+    return codes, scales
+
+
+@define_op(device="default")
+def fp8_spread(
+    source_TD: torch.Tensor, inverse_TK: torch.Tensor, num_rows: int, has_gaps: bool,
+    with_rows: bool, powers: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Codes, scales and, `with_rows`, copies of every token in its rows; zero in gaps."""
+    tokens, D = inverse_TK.shape[0], source_TD.shape[1]
+    codes, scales = _codes_of_rows(source_TD, num_rows, D, has_gaps)
+    make = source_TD.new_zeros if has_gaps else source_TD.new_empty
+    rows_RD = make((num_rows, D) if with_rows else (0,))
+    if tokens and D:
+        blocks = min(WIDEST, next_power_of_2(D)) // BLOCK.value
+        args = (
+            source_TD.contiguous(),
+            inverse_TK.contiguous(),
+            codes,
+            scales,
+            rows_RD,
+            D,
+            num_rows,
+        )
+        kind = {"K": inverse_TK.shape[1], "BLOCKS": blocks, "COPIED": with_rows, "POWERS": powers}
+        _launch(fp8_spread_kernel, (tokens,), args, **kind)
+    return codes, scales, rows_RD
+
+
+@define_op(device="default")
+def fp8_swiglu(x_R2F: torch.Tensor, powers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes `[R, F]` and scales `[F / 128, R]`."""
+    (rows, width), x_R2F = x_R2F.shape, x_R2F.contiguous()
+    codes, scales = _codes_of_rows(x_R2F, rows, width // 2, False)
+    if codes.numel():
+        grid = (cdiv(rows, ROWS), width // 2 // BLOCK.value)
+        _launch(
+            fp8_swiglu_kernel,
+            grid,
+            (x_R2F, codes, scales, rows, width // 2),
+            POWERS=powers,
+            ROWS=ROWS,
+        )
+    return codes, scales
+
+
+@define_op(device="default")
+def fp8_weighted_swiglu_backward(
+    x_R2F: torch.Tensor,
+    dh_RF: torch.Tensor,
+    weights_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    has_gaps: bool,
+    with_result: bool,
+    powers: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `x_R2F` and `weights_TK`, the weighted result, codes of the first, their scales.
+
+    Without `with_result` the first and the third are empty.
+    """
+    x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
+    made = _results_like(x_R2F, dh_RF, weights_TK, with_result)
+    if has_gaps or not dh_RF.numel():
+        made[1].zero_()  # pairs without a row
+    if dh_RF.numel():
+        rows, F = dh_RF.shape
+        args = (x_R2F, dh_RF, order_R, weights_TK.contiguous(), *made, rows, F)
+        kind = {"RESULT": with_result, "POWERS": powers, "ROWS": ROWS_OF_BACKWARD}
+        _launch(fp8_weighted_swiglu_backward_kernel, (cdiv(rows, ROWS_OF_BACKWARD),), args, **kind)
+    return made
+
+
+@define_op(device="default")
+def fp8_weights(
+    w_EMN: torch.Tensor, lying: bool, flipped: bool, powers: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.quantized_weights` as they lie, and transposed; empty where it is not wanted.
+
+    `w_EMN` is contiguous.
+    """
+    made = _codes_of_weights(w_EMN, lying, flipped)
+    if w_EMN.numel():
+        experts, M, N = w_EMN.shape
+        kind = {"LYING": lying, "FLIPPED": flipped, "POWERS": powers, "LINES": 64, "num_warps": 8}
+        grid = (N // BLOCK.value, M // BLOCK.value, experts)
+        _launch(fp8_weights_kernel, grid, (w_EMN, *made, M, N), **kind)
+    return made
+
+
+@torch.library.register_fake("moe_graphs::fp8_quantize")
+def _(x_RK, powers):
+    return _codes_of_rows(x_RK, x_RK.shape[0], x_RK.shape[1], False)
+
+
+@torch.library.register_fake("moe_graphs::fp8_spread")
+def _(source_TD, inverse_TK, num_rows, has_gaps, with_rows, powers):
+    made = _codes_of_rows(source_TD, num_rows, source_TD.shape[1], False)
+    return *made, source_TD.new_empty((num_rows, source_TD.shape[1]) if with_rows else (0,))
+
+
+@torch.library.register_fake("moe_graphs::fp8_swiglu")
+def _(x_R2F, powers):
+    return _codes_of_rows(x_R2F, x_R2F.shape[0], x_R2F.shape[1] // 2, False)
+
+
+@torch.library.register_fake("moe_graphs::fp8_weighted_swiglu_backward")
+def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result, powers):
+    return _results_like(x_R2F, dh_RF, weights_TK, with_result)
+
+
+@torch.library.register_fake("moe_graphs::fp8_weights")
+def _(w_EMN, lying, flipped, powers):
+    return _codes_of_weights(w_EMN, lying, flipped)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], **constants: Any) -> None:
+    gpu = architecture_of(args[0].device)
+    if "fp8" not in gpu.gemms:
+        raise ValueError(
+            f"precision='fp8' has kernels for Hopper GPUs (sm_90) alone, and {args[0].device} is "
+            f"{gpu.name} ({gpu.gpus}): leave the experts in their weights' precision"
+        )
+    launch(kernel, grid, args, **constants)
+
+
+def _codes_of_rows(
+    like: torch.Tensor, rows: int, columns: int, zeroed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    make = like.new_zeros if zeroed else like.new_empty
+    codes = make((rows, columns), dtype=torch.uint8).view(CODE)
+    return codes, make((columns // BLOCK.value, rows), dtype=torch.float32)
+
+
+def _codes_of_weights(
+    w_EMN: torch.Tensor, lying: bool, flipped: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    E, M, N = w_EMN.shape
+    m, n = M // BLOCK.value, N // BLOCK.value
+    return (
+        w_EMN.new_empty((E, M, N) if lying else (0,), dtype=CODE),
+        w_EMN.new_empty((E, m, n) if lying else (0,), dtype=torch.float32),
+        w_EMN.new_empty((E, N, M) if flipped else (0,), dtype=CODE),
+        w_EMN.new_empty((E, n, m) if flipped else (0,), dtype=torch.float32),
+    )
+
+
+def _results_like(
+    x_R2F: torch.Tensor, dh_RF: torch.Tensor, weights_TK: torch.Tensor, with_result: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx_R2F = x_R2F.new_empty(x_R2F.shape if with_result else (0,))
+    h_RF = x_R2F.new_empty(dh_RF.shape if with_result else (0,))
+    dweights_TK = weights_TK.new_empty(weights_TK.shape)
+    codes = _codes_of_rows(x_R2F, x_R2F.shape[0], x_R2F.shape[1], False)
+    return dx_R2F, dweights_TK, h_RF, *codes

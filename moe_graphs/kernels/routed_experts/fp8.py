@@ -1,0 +1,192 @@
+"""``routed_experts`` with products in FP8, as DeepSeek-V3 trains: blocks of 128, sums in fp32.
+
+    X = rows of tokens, in FP8          H = X @ w1                  bf16
+    A = swiglu(H), in FP8               Y = A @ w2                  bf16
+    dY = rows of dout, in FP8, too      dA = dY @ w2.T              bf16
+    dH, ds, s * A                       dH in FP8, too
+    dw2 = (s * A).T @ dY                in bf16
+    dw1 = X.T @ dH                      in bf16
+    dtokens[t] = sum of dH @ w1.T over the rows of token t
+
+The gradients of weights stay in bf16: their blocks would run along rows, so values would be
+quantized a second time. Weights are quantized where a product needs them, each pass anew, so no
+codes are ever older than their weights, in a graph neither; a weight's codes take one byte a number
+until the product is done, or with `keep_codes` until the backward. The forward keeps what
+``routed_experts`` keeps. It is one node of autograd; a backward that is split computes one product
+a second time.
+
+Shapes: T tokens, K top-k, R routed rows, D model, F ffn, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_graphs.kernels.fp8 import (
+    Rows,
+    Weights,
+    check_sizes,
+    product,
+    quantized,
+    quantized_twice,
+    quantized_weights,
+    spread_quantized,
+    swiglu_quantized,
+    weighted_swiglu_backward_quantized,
+)
+from moe_graphs.kernels.gemm import gradient_of_weights, is_transposed
+from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.permute import collect_rows, spread_rows
+from moe_graphs.kernels.row_order import RowOrder
+
+
+def routed_experts_fp8(
+    tokens_XD: Tensor,
+    order: RowOrder,
+    weights_TK: Tensor,
+    w1_ED2F: Tensor,
+    w2_EFD: Tensor,
+    *,
+    is_sorted: bool = False,
+    recompute: bool = False,
+    keep_codes: bool = False,
+    powers: bool = False,
+) -> Tensor:
+    """Each token's sum of its experts' outputs, as ``routed_experts`` has it, with products in FP8.
+
+    Under autocast the tokens are cast; weights are quantized from the dtype that they have, and
+    their gradients are computed in that of the tokens.
+
+    Args:
+        keep_codes: quantize weights once for forward and backward, and keep their codes between,
+            one byte a number. FSDP2 does not free them with the weights.
+        powers: scales are powers of two. By default they are any numbers of fp32.
+
+    Raises:
+        ValueError: 128 does not divide D and F, or a GPU is not a Hopper GPU, or its tokens are in
+            another dtype than bf16 and fp16.
+    """
+    if w2_EFD.dim() != 3 or tuple(w1_ED2F.shape) != (
+        w2_EFD.shape[0], tokens_XD.shape[1], 2 * w2_EFD.shape[1],
+    ):  # fmt: skip
+        raise ValueError(
+            f"routed_experts_fp8 wants w1 [E, D, 2F] and w2 [E, F, D], got {tuple(w1_ED2F.shape)} "
+            f"and {tuple(w2_EFD.shape)} for tokens {tuple(tokens_XD.shape)}"
+        )
+    if torch.is_autocast_enabled(tokens_XD.device.type):
+        tokens_XD = tokens_XD.to(torch.get_autocast_dtype(tokens_XD.device.type))
+    check_sizes(hidden_size=tokens_XD.shape[1], ffn_hidden_size=w2_EFD.shape[1])
+    if tokens_XD.is_cuda and tokens_XD.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"precision='fp8' takes tokens of bfloat16 or float16 on CUDA, got {tokens_XD.dtype}: "
+            f'run the model under torch.autocast("cuda", torch.bfloat16, cache_enabled=False)'
+        )
+    inverse_TK = order.inverse_R.view_as(weights_TK)
+    indices = order.order_R, inverse_TK, order.offsets_E
+    options = order.has_gaps, is_sorted, recompute, keep_codes, powers
+    return _ExpertsInFP8.apply(tokens_XD, weights_TK, w1_ED2F, w2_EFD, *indices, *options)
+
+
+class _ExpertsInFP8(torch.autograd.Function):
+    """The sums of tokens from the tokens; keeps them and gate and up of the rows."""
+
+    @staticmethod
+    def forward(
+        ctx, tokens_XD, weights_TK, w1_ED2F, w2_EFD, order_R, inverse_TK, offsets_E,
+        has_gaps, is_sorted, recompute, keep_codes, powers,
+    ):  # fmt: skip
+        ctx.options = has_gaps, is_sorted, powers
+        indices = order_R, inverse_TK, offsets_E
+        keep_codes = keep_codes and any(ctx.needs_input_grad[:4])
+        quantized_for: Callable[..., tuple[Weights, Sequence[Tensor | None]]]
+        quantized_for = quantized_twice if keep_codes else _once
+        w1, again1 = quantized_for(w1_ED2F, powers)
+        gate_up_R2F = _gate_and_up(tokens_XD, w1, *indices, *ctx.options)
+        del w1
+        rows = swiglu_quantized(gate_up_R2F, powers)
+        w2, again2 = quantized_for(w2_EFD, powers)
+        kept = None if recompute else gate_up_R2F
+        given = tokens_XD, weights_TK, w1_ED2F, w2_EFD
+        ctx.save_for_backward(*given, kept, *again1, *again2, *indices)
+        del gate_up_R2F
+        rows_RD = product(rows, w2, offsets_E, tokens_XD.dtype)
+        return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TD):
+        tokens_XD, weights_TK, w1_ED2F, w2_EFD, gate_up_R2F, *others = ctx.saved_tensors
+        codes1, codes2, indices = others[:2], others[2:4], others[4:]
+        order_R, inverse_TK, offsets_E = indices
+        has_gaps, is_sorted, powers = ctx.options
+        wants_tokens, wants_weights, wants_w1, wants_w2 = (wants_gradient(ctx, i) for i in range(4))
+        dtype = tokens_XD.dtype
+        if gate_up_R2F is None:
+            w1 = quantized_weights(w1_ED2F, powers)
+            gate_up_R2F = _gate_and_up(tokens_XD, w1, *indices, *ctx.options)
+            del w1
+        spread = order_R, inverse_TK, has_gaps
+        rows, grad_RD = spread_quantized(grad_TD, *spread, with_rows=wants_w2, powers=powers)
+        grad_RF = product(rows, _transposed(w2_EFD, codes2, powers), offsets_E, dtype)
+        grad_R2F, grad_weights, weighted_RF, rows = weighted_swiglu_backward_quantized(
+            gate_up_R2F, grad_RF, weights_TK, *spread,
+            with_result=wants_w1 or wants_w2, powers=powers,
+        )  # fmt: skip
+        del gate_up_R2F, grad_RF
+        grad_w2 = grad_w1 = grad_tokens = None
+        if wants_w2:
+            grad_w2 = gradient_of_weights(weighted_RF, grad_RD, offsets_E, is_transposed(w2_EFD))
+        del weighted_RF, grad_RD
+        if wants_w1:
+            rows_RD = tokens_XD
+            if not is_sorted:
+                rows_RD = spread_rows(tokens_XD, order_R, inverse_TK, None, has_gaps)
+            grad_w1 = gradient_of_weights(rows_RD, grad_R2F, offsets_E, is_transposed(w1_ED2F))
+            del rows_RD
+        del grad_R2F
+        if wants_tokens:
+            w1 = _transposed(w1_ED2F, codes1, powers)
+            grad_tokens = product(rows, w1, offsets_E, dtype)
+            if not is_sorted:
+                grad_tokens = collect_rows(grad_tokens, inverse_TK, None, has_gaps)
+        grads = grad_w1, grad_w2
+        of_weights = (
+            grad if grad is None else grad.to(w.dtype)
+            for grad, w in zip(grads, (w1_ED2F, w2_EFD), strict=True)
+        )  # fmt: skip
+        return grad_tokens, grad_weights if wants_weights else None, *of_weights, *[None] * 8
+
+
+def _once(w_EKN: Tensor, powers: bool) -> tuple[Weights, tuple[None, None]]:
+    return quantized_weights(w_EKN, powers), (None, None)
+
+
+def _transposed(w_EKN: Tensor, kept: Sequence[Tensor | None], powers: bool) -> Weights:
+    """The transpose in FP8, which may have been kept."""
+    codes, scales = kept
+    if codes is None or scales is None:
+        return quantized_weights(w_EKN.mT, powers)
+    return Weights(codes, scales)
+
+
+def _gate_and_up(
+    tokens_XD: Tensor,
+    w1: Weights,
+    order_R: Tensor,
+    inverse_TK: Tensor,
+    offsets_E: Tensor,
+    has_gaps: bool,
+    is_sorted: bool,
+    powers: bool,
+) -> Tensor:
+    rows: Rows
+    if is_sorted:
+        rows = quantized(tokens_XD, powers)
+    else:
+        spread = order_R, inverse_TK, has_gaps
+        rows, _ = spread_quantized(tokens_XD, *spread, with_rows=False, powers=powers)
+    return product(rows, w1, offsets_E, tokens_XD.dtype)

@@ -1,0 +1,43 @@
+"""Training with ``MoEConfig(precision="fp8")`` in graphs is the same training without graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+import moe_graphs
+from full_iterations import Run
+from full_iterations import train as train_whole_steps
+from moe_graphs import GraphConfig
+from moe_graphs.dispatch import AllToAllDispatcher, PaddedDispatcher
+from moe_graphs.layers.moe import moe_layers
+from training_runs import DEVICES, eager_trace, tiny_model, train
+
+CASES = {
+    "local": (None, dict(scopes="attn,moe"), "none"),
+    "local, split backward": (None, dict(scopes="moe", split_backward=True), "none"),
+    "padded, recomputed": (PaddedDispatcher(1.0), dict(scopes="full"), "experts"),
+    "all_to_all": (AllToAllDispatcher(), dict(scopes="attn,moe_router,moe_preprocess"), "none"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_graphs(device, case):
+    dispatcher, config, recompute = CASES[case]
+    options = dict(layers="moe", dispatcher=dispatcher, precision="fp8")
+    model = tiny_model(device, **options, recompute=recompute)
+    assert all(layer.experts.precision == "fp8" for layer in moe_layers(model))
+    graphs = moe_graphs.graph(model, GraphConfig(**config, warmup_steps=2, on_mismatch="error"))
+    found = train(model, graphs, device)
+    assert graphs.report().matched > 0
+    found.assert_equal(eager_trace(device, **options))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole_steps(device):
+    options = dict(layers="moe", precision="fp8")
+    expected, _ = train_whole_steps(Run(device, graphed=False, **options), steps=6)
+    run = Run(device, graphed=True, **options)
+    found, _ = train_whole_steps(run, steps=6)
+    assert run.step.report().matched == 3
+    found.assert_equal(expected)

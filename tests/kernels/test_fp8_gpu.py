@@ -1,0 +1,162 @@
+"""Experts in FP8 on a Hopper GPU: against the CPU and fp32, poisoned memory, replays.
+
+Products and what kernels quantize are held by `benchmarks/fp8_products.py`, case by case.
+Shapes: T tokens, D model, F ffn, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_routed_experts_gpu import padded
+from torch import Tensor
+
+import fp8_products
+from kernel_check import error
+from moe_graphs.kernels import RowOrder, route_rows, routed_experts
+from moe_graphs.kernels.gpu_architectures import architecture_of
+from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
+from replays import check_replays
+
+pytestmark = pytest.mark.gpu
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+T, D, F, E, K = 1024, 512, 384, 32, 4
+NAMES = ("output", "tokens", "routing weights", "w1", "w2")
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if "fp8" not in architecture_of(torch.device("cuda")).gemms:
+        pytest.skip("waits for a Hopper GPU")
+
+
+def distinct(tokens: int, experts: int, top_k: int, weight_E: Tensor | None = None) -> Tensor:
+    """Random experts of each token, in proportion to ``weight_E``."""
+    weight_E = torch.ones(experts) if weight_E is None else weight_E
+    return torch.multinomial(weight_E.expand(tokens, experts), top_k).cuda()
+
+
+ROUTINGS: dict[str, Callable[[], Tensor]] = {
+    "uniform": lambda: distinct(T, E, K),
+    "zipf": lambda: distinct(T, E, K, 1.0 / torch.arange(1, E + 1)),
+    "empty experts": lambda: distinct(T, E // 4, K) * 4 + 1,
+    "one takes all": lambda: torch.arange(K, device="cuda").expand(T, K).contiguous(),
+    "few tokens": lambda: distinct(8, E, K),
+    "no tokens": lambda: distinct(1, E, K)[:0],
+}
+
+
+def leaves(experts_TK: Tensor, dtype: torch.dtype = BF16) -> list[Tensor]:
+    """Tokens, routing weights, w1 and w2."""
+    torch.manual_seed(0)
+    tokens, top_k = experts_TK.shape
+    made = [torch.randn(s, device="cuda") for s in ((tokens, D), (E, D, 2 * F), (E, F, D))]
+    made = [x.to(dtype) for x in (made[0], made[1] * D**-0.5, made[2] * F**-0.5)]
+    made.insert(1, torch.rand(tokens, top_k, device="cuda"))
+    return [x.requires_grad_() for x in made]
+
+
+def results(
+    order: RowOrder, given: list[Tensor], grad: Tensor, run=routed_experts_fp8, **options: bool
+) -> list[Tensor]:
+    out = run(given[0], order, *given[1:], **options)
+    return [out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize("case", fp8_products.CASES, ids=lambda case: f"{case[0]} {case[1]}")
+def test_products(case):
+    assert not list(fp8_products.product_failures(case, seed=1))
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_what_is_quantized_has_the_bits_of_the_cpu(powers):
+    assert not list(fp8_products.quantisation_failures(powers))
+
+
+def test_a_product_is_replayed_with_other_routings_and_weights():
+    assert not list(fp8_products.replay_failures())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_errors_of_values_and_all_gradients(routing, dtype):
+    """An error against fp32 is at most 1.1 times that of the plain path on the CPU."""
+    experts_TK = ROUTINGS[routing]()
+    order, given = route_rows(experts_TK, E), leaves(experts_TK, dtype)
+    grad = torch.randn(len(experts_TK), D, device="cuda").to(dtype)
+    found = results(order, given, grad)
+    if not len(experts_TK):
+        assert all(x.eq(0).all() for x in found)
+        return
+    on_cpu = [x.detach().cpu().requires_grad_() for x in given]
+    exact = [x.detach().float().requires_grad_() for x in on_cpu]
+    their_order = route_rows(experts_TK.cpu(), E)
+    plain = results(their_order, on_cpu, grad.cpu())
+    wants = results(their_order, exact, grad.cpu(), routed_experts)
+    for name, got, other, want in zip(NAMES, found, plain, wants, strict=True):
+        assert got.dtype == other.dtype
+        allowed = 1.1 * error(other, want)
+        assert error(got.cpu(), want) <= allowed, f"{name}: {error(got.cpu(), want)} of {allowed}"
+        assert error(got.cpu(), other.float()) < 0.02, name
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("routing", ["zipf", "empty experts", "one takes all"])
+def test_nothing_depends_on_memory_that_nobody_wrote(routing, gaps):
+    """Results have the same bits if every fresh tensor is full of NaN and largest integers."""
+    torch.manual_seed(1)
+    experts_TK = ROUTINGS[routing]()
+    order = padded(experts_TK, 1.1, 100) if gaps else route_rows(experts_TK, E)
+    given, grad = leaves(experts_TK), torch.randn(len(experts_TK), D, device="cuda").to(BF16)
+    expected = results(order, given, grad)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = results(order, given, grad)
+        again = results(order, given, grad, recompute=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x.isfinite().all() for x in found)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, again, expected))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_comes_out_as_nan(value):
+    experts_TK = ROUTINGS["uniform"]()
+    order, given = route_rows(experts_TK, E), leaves(experts_TK)
+    with torch.no_grad():
+        given[0][7, 11] = value
+    out = routed_experts_fp8(given[0], order, *given[1:])
+    assert torch.isfinite(out).all(1).tolist() == [t != 7 for t in range(T)]
+
+
+def test_replays_with_other_routings_and_weights_bitwise():
+    """Captured once, forward and backward; deterministic, and without a host sync."""
+    ids = ROUTINGS["uniform"]()
+    given, grad = leaves(ids), torch.randn(T, D, device="cuda").to(BF16)
+
+    def step() -> list[Tensor]:
+        return results(route_rows(ids, E), given, grad)
+
+    def change() -> None:
+        names = ("zipf", "one takes all", "empty experts", "uniform")
+        ids.copy_(ROUTINGS[names[torch.randint(4, ()).item()]]())
+        given[0].normal_()
+        for w in given[2:]:
+            w.normal_().mul_(0.04)
+
+    check_replays(step, change)
+
+
+def test_tokens_in_fp32_are_refused_by_name():
+    experts_TK = ROUTINGS["uniform"]()
+    given = leaves(experts_TK, FP32)
+    with pytest.raises(ValueError, match=r"bfloat16 or float16 on CUDA, got torch.float32"):
+        routed_experts_fp8(given[0], route_rows(experts_TK, E), *given[1:])
+    with torch.autocast("cuda", BF16, cache_enabled=False):
+        out = routed_experts_fp8(given[0], route_rows(experts_TK, E), *given[1:])
+    out.sum().backward()
+    assert out.dtype == BF16
+    assert all(x.grad.dtype == FP32 for x in given)

@@ -1,0 +1,73 @@
+"""The command ``moe-graphs train`` with experts in FP8: what it builds, keeps and refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lm_runs import advance, fresh_trainer, options
+from moe_graphs.layers import LanguageModel
+from moe_graphs.layers.moe import moe_layers
+from moe_graphs.lm.chosen_kernels import with_kernels
+from moe_graphs.lm.options import ModelOptions
+from moe_graphs.lm.run import RunOptions, with_graphs
+from moe_graphs.registry import PRESETS
+
+CPU = torch.device("cpu")
+
+
+def in_precision(precision: str, **changes) -> RunOptions:
+    """A run whose sizes are whole blocks."""
+    given = options(**changes)
+    model = given.preset.model
+    moe = replace(model.moe, ffn_hidden_size=128)
+    model = replace(model, hidden_size=128, num_heads=4, head_dim=None, moe=moe)
+    preset = with_kernels(
+        replace(given.preset, model=model), ModelOptions(precision=precision), CPU
+    )
+    return replace(given, preset=preset)
+
+
+def trained(given: RunOptions, steps: int = 6) -> torch.Tensor:
+    trainer = fresh_trainer(given)
+    with with_graphs(trainer, given.graph_config):
+        advance(trainer, steps)
+    return trainer.history.loss[:steps].clone()
+
+
+def test_a_run_in_fp8_is_near_one_without():
+    plain, ours = (trained(in_precision(name)) for name in ("weights", "fp8"))
+    assert not torch.equal(plain, ours)
+    torch.testing.assert_close(ours, plain, rtol=0.02, atol=0)
+
+
+def test_a_checkpoint_says_it_and_those_before_it_said_nothing():
+    described = [
+        fresh_trainer(in_precision(name)).surroundings["model"]["moe"].get("precision")
+        for name in ("weights", "fp8")
+    ]
+    assert described == [None, "fp8"]
+
+
+def test_pretrained_weights_go_on_in_fp8(tmp_path):
+    config = replace(in_precision("fp8").preset.model, moe_layers="all", qk_norm="head")
+    config = replace(config, hidden_dropout=0.0, moe=replace(config.moe, recompute="experts"))
+    config = replace(config, moe=replace(config.moe, input_jitter=0.0, expert_bias=False))
+    LanguageModel(config).save_pretrained(tmp_path)
+    model = LanguageModel.from_pretrained(tmp_path, precision="fp8")
+    assert [layer.experts.precision for layer in moe_layers(model)] == ["fp8"] * config.num_layers
+    assert LanguageModel.from_pretrained(tmp_path).config.moe.precision == "weights"
+
+
+def test_refusals():
+    asked, small, tiny = ModelOptions(precision="fp8"), PRESETS["small"](), PRESETS["tiny"]()
+    assert with_kernels(small, asked, CPU).model.moe.precision == "fp8"
+    with pytest.raises(ValueError, match="128 must divide hidden_size, got 192"):
+        with_kernels(tiny, asked, CPU)
+    with pytest.raises(ValueError, match="precision 'fp4' is unknown: choose weights or fp8"):
+        with_kernels(small, ModelOptions(precision="fp4"), CPU)
+    dense = replace(small, model=replace(small.model, moe=None, moe_layers="none"))
+    with pytest.raises(ValueError, match="precision: 'fp8', but the model has no experts: drop"):
+        with_kernels(dense, asked, CPU)
