@@ -219,7 +219,9 @@ class GraphConfig:
         recompute: which scopes keep their inputs only: True for all, or names and patterns as in
             ``scopes``. The backward of such a scope begins with its forward again, as under
             ``torch.utils.checkpoint``. This takes less memory and more time. Eager calls of these
-            scopes run under ``torch.utils.checkpoint``.
+            scopes run under ``torch.utils.checkpoint``. A pattern that names no scope names modules
+            within scopes (``"*.mlp"``); these keep their inputs only, and must draw no random
+            numbers.
         shapes: how many shapes of microbatches may have graphs at once. The warm-up gives the
             first. A microbatch whose inputs differ from it in shapes and strides alone captures
             another one when it first comes. If there are too many, the rarest one leaves for one

@@ -183,9 +183,7 @@ class Recorder:
             expected.before.put_back()  # the CPU recorder has run the operations, too
         (graph,) = graphs
         try:
-            differing = differing_op(expected.tried.run.trace, operations)
-            if differing is not None:
-                raise CaptureError(f"the capture does something else than a run: {differing}")
+            _check_operations(operations, expected, split=self.split)
             buffers = [*self.model.buffers(), *conditions.others]
             captured = CapturedForward(call, inputs, output, exit, aliases, saved, buffers)
             recorded, open = captured.described(
@@ -499,6 +497,22 @@ class Recorder:
             else:
                 leases.append(None)
         return uses, listed, tuple(static), tuple(leases)
+
+
+def _check_operations(operations: Operations, expected: Expected, *, split: bool) -> None:
+    """Checks that a captured forward did what its trial run did.
+
+    Raises:
+        CaptureError: if it did not, or recomputes a part of itself and its backward is split.
+    """
+    differing = differing_op(expected.tried.run.trace, operations)
+    if differing is not None:
+        raise CaptureError(f"the capture does something else than a run: {differing}")
+    if split and operations.checkpoint.calls:
+        raise CaptureError(
+            "torch.utils.checkpoint is called within it, and its recomputation serves one part of "
+            "a backward only: leave out split_backward or checkpoint"
+        )
 
 
 def _check_used_once(slot: Slot, recorded: RecordedForward) -> None:

@@ -118,8 +118,11 @@ class Graphs:
         self._begin_warmup()
         self.state = "warmup" if config.impl == "local" else "off"
         scopes = find_scopes(model, config) if config.impl == "local" else []
-        self.scopes = install_all(self, scopes, config.on_mismatch, self.delayed)
-        for each in recomputed_among(scopes, config.recompute):
+        anew, parts = recomputed_among(scopes, config.recompute)
+        self.scopes, self._parts = install_all(
+            self, scopes, config.on_mismatch, self.delayed, parts
+        )
+        for each in anew:
             self.scopes[scopes.index(each)].use_reentrant = False
         self._checks = Deferred()
         for scope in scopes:
@@ -502,8 +505,8 @@ class Graphs:
         """Makes the model eager for good and frees the graphs' memory. Idempotent."""
         if self.state == "released":
             return
-        for graphed in self.scopes:
-            graphed.uninstall()
+        for installed in (*self.scopes, *self._parts):
+            installed.uninstall()
         self.state = "released"
         self._finalizer()
 
