@@ -35,6 +35,7 @@ from moe_graphs.engine.partial.recording import (
     CallSite,
     PendingBackward,
     RecordedBackward,
+    distinct_bytes,
     layouts_of,
     versions_of,
 )
@@ -83,10 +84,11 @@ class Captured:
     def abandoned(self) -> int:
         return sum(slot.abandoned for slot in self.slots)
 
-    def static_tensors(self) -> list[Tensor]:
-        recorded = (site.forward for site in self.sites if site.has_forward)
-        own = (tensor for forward in recorded for tensor in forward.static_tensors())
-        return [*self.recorder.shared.values(), *own]
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of static buffers; memory that several of them lie in counts once."""
+        own = (tensor for site in self.sites for tensor in site.static_tensors())
+        return self.recorder.shared.nbytes + distinct_bytes(own)
 
     def audited_sites(self) -> list[tuple[CallSite, CallAudit]]:
         """The call sites that audits are due at, now or later."""
@@ -393,7 +395,7 @@ class Backward:
     def replayed(self, incoming: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
         recorded = self.slot.backward_to_replay(self.site)
         _copy_in(recorded, incoming)
-        if recorded.anew is not None:
+        if recorded.counts_anew is not None:
             recorded.replay(self.recorder.backend, self.pending.random)
         elif recorded.graph is not None:
             recorded.graph.replay()

@@ -47,8 +47,9 @@ def test_gradients_are_your_own(device):
 
 def static_addresses(graphs: moe_graphs.Graphs) -> set[int]:
     """Addresses that the graphs read and write: inputs, outputs, and the gradients of both."""
-    tensors = list(graphs.captured.static_tensors())
+    tensors = []
     for site in graphs.captured.sites:
+        tensors += site.static_tensors()
         tensors += [*site.backward.targets, *site.backward.gradients]
     return {t.untyped_storage().data_ptr() for t in tensors if t is not None}
 
