@@ -151,7 +151,7 @@ def test_shorter_shapes_take_the_static_memory_of_the_longest(recompute):
 
 
 def test_outputs_that_are_lent_keep_no_memory_alive(monkeypatch):
-    """On a GPU the pool gets their memory back; a tape is the only holder here."""
+    """A tape is the only holder here; on a GPU the pool gets the memory back."""
 
     def borrow(self, tensor):
         storage = torch._C._construct_storage_from_data_pointer(
