@@ -39,6 +39,7 @@ CONTENDERS = ("as it comes", "GraphCallback")
 BEHIND = 20  # steps before what is measured
 WORDS = 2000
 OF_GRPO = {"num_hidden_layers": 4, "max_completion_length": 64}
+OF_SMALL_GRPO = {"num_hidden_layers": SMALL["num_hidden_layers"], "max_completion_length": 16}
 
 
 class Measured(TrainerCallback):
@@ -110,8 +111,9 @@ def trainer_of(name: str, smoke: bool, steps: int, folder: str, callbacks: list[
     on_gpu, longest = torch.cuda.is_available(), 100 if smoke else 1000
     count = 8 * steps
     sizes = (SMALL if smoke else LAUNCH_BOUND) | {"vocab_size": WORDS + 2}
-    if name == "grpo" and not smoke:
-        sizes |= {"num_hidden_layers": OF_GRPO["num_hidden_layers"]}
+    of_grpo = OF_SMALL_GRPO if smoke else OF_GRPO
+    if name == "grpo":
+        sizes |= {"num_hidden_layers": of_grpo["num_hidden_layers"]}
     config = Qwen3MoeConfig(**sizes, experts_implementation="grouped_mm", eos_token_id=0)
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
@@ -125,7 +127,7 @@ def trainer_of(name: str, smoke: bool, steps: int, folder: str, callbacks: list[
     kind = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO"}[name]
     given: dict[str, Any] = {"max_steps": steps, "logging_steps": 1}
     if name == "grpo":
-        given |= {"max_completion_length": 16 if smoke else OF_GRPO["max_completion_length"]}
+        given |= {"max_completion_length": of_grpo["max_completion_length"]}
     options = getattr(trl, f"{kind}Config")(
         folder, use_cpu=not on_gpu, save_strategy="no", report_to="none", **given
     )
@@ -161,7 +163,8 @@ def measure(name: str, contender: str, smoke: bool, steps: int) -> dict[str, Any
         "losses": measured.losses,
     }
     if name == "grpo":
-        found |= {"sizes": OF_GRPO, "generation_ms": 1e3 * statistics.median(measured.generation)}
+        found["sizes"] = OF_SMALL_GRPO if smoke else OF_GRPO
+        found["generation_ms"] = 1e3 * statistics.median(measured.generation)
     if torch.cuda.is_available():
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
         found["max_allocated_bytes"] = torch.cuda.max_memory_allocated()

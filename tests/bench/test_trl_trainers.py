@@ -31,7 +31,7 @@ def test_grpo_leaves_its_sizes_and_its_time_of_generation(tmp_path):
     line = json.loads(out.read_text())
     assert line["share"] >= 0.95
     assert 0 < line["generation_ms"] < line["step_ms"]
-    assert line["sizes"] == {"num_hidden_layers": 4, "max_completion_length": 64}
+    assert line["sizes"] == {"num_hidden_layers": 2, "max_completion_length": 16}
 
 
 def test_unknown_trainers_are_an_error(capsys):
