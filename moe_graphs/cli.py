@@ -63,15 +63,21 @@ def train(options: TrainOptions, given: set[str]) -> None:
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run's directory, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Option(help="The file to write; it must not exist yet.")],
+    out: Annotated[
+        Path, typer.Option(help="The file or directory to write; it must not exist yet.")
+    ],
+    format: Annotated[
+        str, typer.Option(help="safetensors (a file), or transformers (a directory).")
+    ] = "safetensors",
 ) -> None:
-    """Writes the model of a checkpoint to one safetensors file.
+    """Writes the model of a checkpoint to one safetensors file, or as transformers loads it.
 
-    The checkpoint may be of any number of ranks; the file has the names of one process.
+    The checkpoint may be of any number of ranks; the file has the names of one process. The
+    directory for transformers has a tokenizer of bytes, and train goes on from it by --init.
     """
     from moe_graphs.lm.exporting import export_model
 
-    export_model(run, out)
+    export_model(run, out, format)
 
 
 def profile(options: ProfileOptions, given: set[str]) -> None:

@@ -219,13 +219,16 @@ class GraphConfig:
         recompute: which scopes keep their inputs only: True for all, or names and patterns as in
             ``scopes``. The backward of such a scope begins with its forward again, as under
             ``torch.utils.checkpoint``. This takes less memory and more time. Eager calls of these
-            scopes run under ``torch.utils.checkpoint``.
+            scopes run under ``torch.utils.checkpoint``. A pattern that names no scope names modules
+            within scopes (``"*.mlp"``); these keep their inputs only, and must draw no random
+            numbers.
         shapes: how many shapes of microbatches may have graphs at once. The warm-up gives the
             first. A microbatch whose inputs differ from it in shapes and strides alone captures
             another one when it first comes. If there are too many, the rarest one leaves for one
             that came more often among the last 64 microbatches; the report counts it. The graphs of
-            all shapes work in the same memory, but for their outputs. Scopes that communicate have
-            one shape.
+            all shapes work in the same memory, inputs and outputs included; outputs of the first
+            shape have memory of their own unless their scopes recompute. Memory is least if the
+            largest shape comes first. Scopes that communicate have one shape.
         memory_limit: bytes; a capture that is predicted to take more is refused, with the table of
             ``graphs.plan()``. It wants ``shapes=1``, since nobody knows the others before.
         verify: compare the first replay of every recording, forward and backward, bit for bit with

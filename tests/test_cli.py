@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -316,6 +317,28 @@ def test_a_shell_completes_commands_and_options(words, completed):
     assert "--install-completion" in shown.stdout
 
 
+def test_a_run_goes_on_from_its_own_model(finished, text, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
+    made = tmp_path / "model"
+    form = ("--format", "transformers")
+    command = ["export", str(finished), "--out", str(made), *form]
+    assert CliRunner().invoke(build_app(), command).exit_code == 0
+    said = "h\u00e9llo\n w\u00f6rld \U0001f600\t"
+    tokenizer = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    assert tokenizer.encode(said).ids == list(said.encode())
+    assert tokenizer.decode(list(said.encode())) == said
+    run = ("--batch-size", 1, "--sequence-length", 256, "--steps", 1, "--data", text, *EAGER)
+    assert invoke("--init", made, *run, "--out", tmp_path / "run").exit_code == 0
+    before, after = (
+        json.loads((folder / "summary.json").read_text()) for folder in (finished, tmp_path / "run")
+    )
+    bits = after["held_out_before"] / math.log(2)
+    assert bits == pytest.approx(before["held_out_bits_per_byte"], rel=1e-4)
+    command = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "x"), *form]
+    result = CliRunner().invoke(build_app(), command)
+    assert "its directory has model/, which is what transformers loads" in result.stderr
+
+
 def test_an_export_that_cannot_be_written_is_a_line(finished, tmp_path):
     (tmp_path / "file").touch()
     for out in ("/proc/x", tmp_path / "file" / "below"):
@@ -331,6 +354,7 @@ def test_an_export_that_cannot_be_written_is_a_line(finished, tmp_path):
     ("arguments", "words"),
     [
         (["export", "nowhere", "--out", "file"], "RUN: no checkpoint at nowhere"),
+        (["export", "x", "--out", "y", "--format", "gguf"], "accepted are 'safetensors', 'transf"),
         (["profile", "--out", "a.txt", "--device", "cpu"], "--out: a.txt is no picture: end its"),
         (["profile", "--trace", "a.txt", "--device", "cpu"], "--trace: a.txt: end its name in"),
     ],

@@ -18,7 +18,7 @@ import pathlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_graphs.engine.checkpointing import WithoutRandomStates, hooks_of_others
 from moe_graphs.engine.guards.bytecode_names import AccessedNames, unwatched
 from moe_graphs.engine.ranks import groups_in
 from moe_graphs.engine.reasons import remedy_at
@@ -275,6 +276,7 @@ class Operations(DispatchMode):
         ops: the operations, each with shapes and constants.
         memory: for each operation, the origins of its tensors.
         groups: process groups over which they communicate.
+        checkpoint: counts calls of torch's checkpoint inside.
     """
 
     def __init__(self, origins: Origins | None = None) -> None:
@@ -283,6 +285,16 @@ class Operations(DispatchMode):
         self.ops: list[tuple[Any, ...]] = []
         self.memory: list[tuple[Any, ...]] = []
         self.groups: set[dist.ProcessGroup] = set()
+        self.checkpoint = WithoutRandomStates()
+
+    def __enter__(self) -> Self:
+        self.checkpoint.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self.checkpoint.__exit__(*exception)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._note(func, args, kwargs)
@@ -366,7 +378,7 @@ class Trace(Operations):
         self.others: dict[int, tuple[Tensor, str]] = {}  # it stays alive, so its address stays
         self._resizes = noting_resizes(self._allocated)
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> Self:
         if self._refuse:
             self._host_reads.__enter__()
         self._resizes.__enter__()
@@ -480,12 +492,11 @@ class Trace(Operations):
             self._check_hooks(operation)
 
     def _check_hooks(self, operation: Any) -> None:
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if hooks_of_others():
             _refuse(
                 operation,
-                "runs under saved-tensor hooks (activation checkpointing, offloading), which a "
-                "replay does not run: checkpoint around the scope instead, which runs it eagerly, "
-                "or leave this part out of the scopes",
+                "runs under saved-tensor hooks (offloading), which a replay does not run: leave "
+                "this part out of the scopes",
             )
 
     def _note_memory(self, operation: Any, tensors: list[Tensor]) -> None:

@@ -23,6 +23,17 @@ def test_both_contenders_leave_a_line(tmp_path):
     assert plain["losses"] == pytest.approx(graphed["losses"], abs=2e-2)
 
 
+@pytest.mark.long
+def test_grpo_leaves_its_sizes_and_its_time_of_generation(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    given = ["--smoke", "--trainers", "grpo", "--contenders", "GraphCallback", "--steps", "24"]
+    assert trl_trainers.main([*given, "--out", str(out), "--commit", "c"]) == 0
+    line = json.loads(out.read_text())
+    assert line["share"] >= 0.95
+    assert 0 < line["generation_ms"] < line["step_ms"]
+    assert line["sizes"] == {"num_hidden_layers": 2, "max_completion_length": 16}
+
+
 def test_unknown_trainers_are_an_error(capsys):
     with pytest.raises(SystemExit):
         trl_trainers.main(["--trainers", "ppo"])

@@ -9,15 +9,22 @@ import moe_graphs
 from moe_graphs.integrations.transformers import accelerate_model, static_batch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
+from grids import by_turns
 from hf_families import implementation_of, loss_and_gradients, skip_unknown, tiny, tokens
+from training_runs import DEVICES
 
 FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe")
 SHORT = ("llama", "qwen2_moe", "deepseek_v3")  # dense, with shared experts, with latent attention
 
 
-def steps(family, batches, *, whole, device="cpu"):
+def steps(family, batches, *, whole, device="cpu", reentrant=None):
     model = tiny(family, implementation_of(family), moe_intermediate_size=64)
     model = model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    if reentrant is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
     accelerate_model(model, whole_steps=True)
     on_device = dict(lr=torch.tensor(1e-3, device=device), capturable=device == "cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **on_device)
@@ -61,6 +68,17 @@ def test_a_whole_step_is_eager_bit_for_bit(family):
 def test_so_it_is_with_masks_of_four_dimensions():
     given = list(batches("any"))
     runs = [steps("qwen3_moe", given, whole=whole) for whole in (False, True)]
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("family", "reentrant"), by_turns(["qwen3_moe", "llama", "deepseek_v3"], [True, False])
+)
+def test_gradient_checkpointing_is_a_part_of_the_step(family, reentrant, device):
+    given = list(batches("right"))
+    options = dict(device=device, reentrant=reentrant)
+    runs = [steps(family, given, whole=whole, **options) for whole in (False, True)]
     assert all(map(torch.equal, *runs))
 
 

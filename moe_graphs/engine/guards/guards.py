@@ -22,6 +22,7 @@ from moe_graphs.engine.guards.introspection import (
     Container,
     Hooks,
     are_of_fsdp,
+    are_of_inputs,
     are_of_weights,
     check_not_keyed_by_weights,
     check_not_scripted,
@@ -306,7 +307,8 @@ class Guards:
         tensors: path -> more tensors whose address matters.
         outside: modules whose own hooks run outside of the block.
         assigned: entries of dictionaries that the block assigns (``Assigned.compared``).
-        sharded: whether the hooks of ``fully_shard`` may run inside.
+        in_step: whether the block is a whole step, where hooks of ``fully_shard`` and those that
+            let inputs require gradients may run.
     """
 
     def __init__(
@@ -320,9 +322,9 @@ class Guards:
         tensor_names: Mapping[int, str] = _NOTHING,
         outside: Iterable[nn.Module] = (),
         assigned: Mapping[int, Mapping[Any, Any]] = _NOTHING,
-        sharded: bool = False,
+        in_step: bool = False,
     ) -> None:
-        self._outside, self._sharded = {id(module) for module in outside}, sharded
+        self._outside, self._in_step = {id(module) for module in outside}, in_step
         read = frozenset(read_addresses)
         self._walked = _Walked(dict(roots), accessed, read, dict(everything))
         self._assigned = assigned
@@ -535,7 +537,8 @@ class Guards:
         self.asked_for = frozenset(map(id, tensors_found if asks else ()))
 
     def _are_known(self, hooks: Hooks) -> bool:
-        return (self._sharded and are_of_fsdp(hooks)) or are_of_weights(hooks)
+        of_steps = are_of_fsdp(hooks) or are_of_inputs(hooks)
+        return (self._in_step and of_steps) or are_of_weights(hooks)
 
     def _compare_by_path(self) -> Mismatch | None:
         """The difference by path, or None. The message has the first one and names the others.

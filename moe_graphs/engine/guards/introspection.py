@@ -541,6 +541,7 @@ def is_of_package(code: types.CodeType) -> bool:
 OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_WEIGHTS = {f"torch.nn.utils.{name}" for name in ("weight_norm", "spectral_norm", "prune")}
+_OF_INPUTS = (".make_inputs_require_grads", ".make_inputs_require_grad")
 OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 OF_ALL_OPTIMIZERS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 Hooks = dict[Any, Any]  # a dictionary of torch, with hooks by their handles' numbers
@@ -609,3 +610,15 @@ def are_of_fsdp(hooks: Hooks) -> bool:
     """
     homes = (str(getattr(hook, "__module__", "")) for hook in hooks.values())
     return all(home.startswith("torch.distributed.fsdp") for home in homes)
+
+
+def are_of_inputs(hooks: Hooks) -> bool:
+    """Whether hooks are those by which transformers and PEFT let embeddings require gradients.
+
+    They set a flag of autograd and compute nothing (``enable_input_require_grads``).
+    """
+    homes = [(str(getattr(h, "__module__", "")), _name(h)) for h in hooks.values()]
+    return all(
+        home.startswith(("transformers.", "peft.")) and name.endswith(_OF_INPUTS)
+        for home, name in homes
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -48,6 +47,7 @@ from moe_graphs.engine.partial.slots import Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, TriedForward, check_capturable
 from moe_graphs.engine.partial.verify import Expected, SideEffects, Verification, recompute
 from moe_graphs.engine.snapshot import ParameterAliases, Snapshot
+from moe_graphs.engine.static_buffers import StaticBuffers
 from moe_graphs.engine.tensors import (
     Mismatch,
     OutputLeaf,
@@ -56,7 +56,6 @@ from moe_graphs.engine.tensors import (
     copy_to,
     is_plain,
     same_value,
-    static_copy,
     static_like,
     target_of,
     unwrap,
@@ -84,8 +83,8 @@ class Recorder:
     Attributes:
         failure: the first error; nothing is captured any more after it.
         shared: static buffers of incoming gradients. Graphs only read them, and only within one
-            backward, so all recordings share them. A recording with several outputs of one layout
-            uses one buffer for each.
+            backward, so all recordings share them: one buffer for the first gradient of each, one
+            for the second.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Recorder:
         self.trials = Trials(model, backend)
         self.verification = Verification(model, self.trials, verify=verify)
         self.failure: CaptureError | None = None
-        self.shared: dict[Any, Tensor] = {}
+        self.shared = StaticBuffers()
 
     def failed(self, slot: Slot, error: CaptureError) -> None:
         """Notes a capture that has failed: nothing is captured any more, or not in this slot."""
@@ -163,7 +162,7 @@ class Recorder:
         expected: Expected,
         conditions: ReplayConditions,
     ) -> None:
-        inputs, sources = self._static_inputs(slot, call)
+        inputs, sources = self._static_inputs(slot, site, call)
         aliases = self.trials.aliases(call)
         saved = self._saved(site, inputs, expected, aliases)
         operations = Operations(self.audits.origins(by_address=True))
@@ -183,9 +182,7 @@ class Recorder:
             expected.before.put_back()  # the CPU recorder has run the operations, too
         (graph,) = graphs
         try:
-            differing = differing_op(expected.tried.run.trace, operations)
-            if differing is not None:
-                raise CaptureError(f"the capture does something else than a run: {differing}")
+            _check_operations(operations, expected, split=self.split)
             buffers = [*self.model.buffers(), *conditions.others]
             captured = CapturedForward(call, inputs, output, exit, aliases, saved, buffers)
             recorded, open = captured.described(
@@ -228,7 +225,7 @@ class Recorder:
         return Recomputed(self.backend, aliases, reads, site.planned.use_reentrant)
 
     def _static_inputs(
-        self, slot: Slot, call: ScopeCall
+        self, slot: Slot, site: CallSite, call: ScopeCall
     ) -> tuple[list[Any], dict[int, tuple[CallSite, int]]]:
         """Static inputs with the call's values; unchanged outputs of the slot are read in place."""
         sources: dict[int, tuple[CallSite, int]] = {}
@@ -236,7 +233,9 @@ class Recorder:
         def static(index: int, leaf: Tensor) -> Tensor:
             source = slot.output_at(leaf)
             if source is None:
-                return as_leaf(static_copy(leaf), leaf.requires_grad)
+                made = slot.inputs.like((site.position, index), leaf)
+                copy_to(target_of(made), leaf.detach())
+                return as_leaf(made, leaf.requires_grad)
             sources[index] = source
             return as_leaf(source[0].forward.outputs[source[1]].detach(), leaf.requires_grad)
 
@@ -411,7 +410,7 @@ class Recorder:
             else:
                 gradients = run.first_part(static)
             of_uses = self._by_use(slot, site, run.first_uses, gradients, made, copies)
-            anew = site.forward if site.planned.recomputes else None
+            anew = site.forward.counted if site.planned.recomputes else None
             return RecordedBackward(graph, conditions, run.layouts, targets, *of_uses, anew)
 
         first, copies = None, site.planned.copies_gradients
@@ -457,16 +456,7 @@ class Recorder:
     def _static_incoming(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if self.split:  # the weights' part needs them, too
             return list(map(static_like, gradients))
-        taken: Counter[Any] = Counter()
-        chosen = []
-        for gradient in gradients:
-            layout = (tuple(gradient.shape), gradient.stride(), gradient.dtype)
-            key = (layout, taken[layout])
-            taken[layout] += 1
-            if key not in self.shared:
-                self.shared[key] = static_like(gradient)
-            chosen.append(self.shared[key])
-        return chosen
+        return [self.shared.like(number, each) for number, each in enumerate(gradients)]
 
     def _by_use(
         self,
@@ -499,6 +489,22 @@ class Recorder:
             else:
                 leases.append(None)
         return uses, listed, tuple(static), tuple(leases)
+
+
+def _check_operations(operations: Operations, expected: Expected, *, split: bool) -> None:
+    """Checks that a captured forward did what its trial run did.
+
+    Raises:
+        CaptureError: if it did not, or recomputes a part of itself and its backward is split.
+    """
+    differing = differing_op(expected.tried.run.trace, operations)
+    if differing is not None:
+        raise CaptureError(f"the capture does something else than a run: {differing}")
+    if split and operations.checkpoint.calls:
+        raise CaptureError(
+            "torch.utils.checkpoint is called within it, and its recomputation serves one part of "
+            "a backward only: leave out split_backward or checkpoint"
+        )
 
 
 def _check_used_once(slot: Slot, recorded: RecordedForward) -> None:

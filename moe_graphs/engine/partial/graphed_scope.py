@@ -28,16 +28,18 @@ from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.torch_state import reason_to_run_eagerly
 from moe_graphs.engine.partial.audited_call import AuditedCall, is_due
 from moe_graphs.engine.partial.capture import Recorder
+from moe_graphs.engine.partial.installed import Installed, RecomputedPart
 from moe_graphs.engine.partial.observation import Observation
 from moe_graphs.engine.partial.plan import MemoryPlan
 from moe_graphs.engine.partial.recording import (
     CallSite,
     PendingBackward,
     RecordedBackward,
+    distinct_bytes,
     layouts_of,
     versions_of,
 )
-from moe_graphs.engine.partial.scope import Call, Exit, Scope
+from moe_graphs.engine.partial.scope import Call, Exit, Part, Scope
 from moe_graphs.engine.partial.slots import Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall
 from moe_graphs.engine.partial.verify import recompute
@@ -82,10 +84,11 @@ class Captured:
     def abandoned(self) -> int:
         return sum(slot.abandoned for slot in self.slots)
 
-    def static_tensors(self) -> list[Tensor]:
-        recorded = (site.forward for site in self.sites if site.has_forward)
-        own = (tensor for forward in recorded for tensor in forward.static_tensors())
-        return [*self.recorder.shared.values(), *own]
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of static buffers; memory that several of them lie in counts once."""
+        own = (tensor for site in self.sites for tensor in site.static_tensors())
+        return self.recorder.shared.nbytes + distinct_bytes(own)
 
     def audited_sites(self) -> list[tuple[CallSite, CallAudit]]:
         """The call sites that audits are due at, now or later."""
@@ -392,7 +395,7 @@ class Backward:
     def replayed(self, incoming: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
         recorded = self.slot.backward_to_replay(self.site)
         _copy_in(recorded, incoming)
-        if recorded.anew is not None:
+        if recorded.counts_anew is not None:
             recorded.replay(self.recorder.backend, self.pending.random)
         elif recorded.graph is not None:
             recorded.graph.replay()
@@ -502,7 +505,6 @@ def _copy_in(recorded: RecordedBackward, incoming: Sequence[Tensor | None]) -> N
 
 # ---- the replacement of the forward of a scope's module
 
-_NEVER = object()
 _NOT_OBSERVED = Mismatch("not_observed", str(EAGER_CALLS["not_observed"]))
 _OTHER_CHECKPOINTING = Mismatch("checkpointing", str(EAGER_CALLS["checkpointing"]))
 
@@ -538,11 +540,10 @@ class Owner(Protocol):
         """Counts a call that was to be replayed and runs eagerly."""
 
 
-class GraphedScope:
-    """Replacement of the forward of one scope's module, on that instance only.
+class GraphedScope(Installed):
+    """Replacement of the forward of one scope's module.
 
     Attributes:
-        installed: the attributes that it has set on the module, itself among them.
         use_reentrant: if its calls keep their inputs only, how torch's checkpoint runs them
             eagerly; None if autograd saves what their backward needs.
         why_eager: a function that is called with the module at every call, or None. If it returns a
@@ -552,49 +553,21 @@ class GraphedScope:
     def __init__(
         self, graphs: Owner, scope: Scope, on_mismatch: str, delayed: DelayedWeights
     ) -> None:
-        self.graphs = graphs
-        self.scope, self._name = scope, f"scope {scope.name!r}"
+        super().__init__(scope.module, f"scope {scope.name!r}")
+        self.graphs, self.scope = graphs, scope
         self.on_mismatch = on_mismatch
         self.delayed = delayed  # backwards whose weights' part waits
         self.eager_calls: Counter[str] = Counter()
-        self.installed: dict[str, Any] = {}
         self.use_reentrant: bool | None = None
         self.why_eager: Callable[[nn.Module], str | None] | None = None
 
-    def check_unpatched(self) -> None:
-        """Checks that nobody has patched the module's forward.
-
-        Raises:
-            ValueError: if the module's forward is patched already.
-        """
-        attributes, name = self.scope.module.__dict__, self.scope.name
-        if isinstance(attributes.get("forward"), GraphedScope):
-            raise ValueError(f"scope {name!r} has graphs already: release() them first")
-        if "forward" in attributes:
-            raise ValueError(f"scope {name!r}: forward is patched on this instance: undo it")
-
     def install(self, **attributes: Any) -> None:
         """Takes the place of the module's forward. ``attributes`` are set on the module as well."""
-        self.check_unpatched()
-        # Copies and pickles of the module carry a plain, eager forward.
-        self.installed = {"forward": self, "__getstate__": self._state, **attributes}
+        super().install(**attributes)
         # A model that is compiled around the scope breaks its graph here, and calls the scope.
         self._outside_of_compiler = torch.compiler.disable(
             self._call, reason=f"{self._name} has graphs of moe_graphs"
         )
-        self.scope.module.__dict__.update(self.installed)
-
-    def uninstall(self) -> None:
-        attributes = self.scope.module.__dict__
-        if attributes.get("forward") is self:
-            for name in self.installed:
-                attributes.pop(name, None)
-
-    def _state(self) -> dict[str, Any]:
-        module = self.scope.module
-        of_class = getattr(type(module), "__getstate__", None)
-        state = of_class(module) if of_class is not None else module.__dict__
-        return {name: v for name, v in state.items() if v is not self.installed.get(name, _NEVER)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # dynamo traces this line, and must not trace the engine
@@ -763,17 +736,20 @@ class GraphedScope:
 
 
 def install_all(
-    graphs: Owner, scopes: Sequence[Scope], on_mismatch: str, delayed: DelayedWeights
-) -> list[GraphedScope]:
-    """Installs all graphed scopes, or none if one cannot be installed."""
-    graphed: list[GraphedScope] = []
+    graphs: Owner,
+    scopes: Sequence[Scope],
+    on_mismatch: str,
+    delayed: DelayedWeights,
+    parts: Sequence[Part] = (),
+) -> tuple[list[GraphedScope], list[RecomputedPart]]:
+    """Installs all graphed scopes, and what recomputes in them, or none if one cannot be."""
+    graphed = [GraphedScope(graphs, scope, on_mismatch, delayed) for scope in scopes]
+    anew = [RecomputedPart(part) for part in parts]
     try:
-        for scope in scopes:
-            each = GraphedScope(graphs, scope, on_mismatch, delayed)
+        for each in (*graphed, *anew):
             each.install()
-            graphed.append(each)
     except BaseException:
-        for each in graphed:
+        for each in (*graphed, *anew):
             each.uninstall()
         raise
-    return graphed
+    return graphed, anew

@@ -50,7 +50,7 @@ from moe_graphs.engine.partial.plan import (
     memory_plan,
     plan,
 )
-from moe_graphs.engine.partial.recording import CallSite, PlannedCall
+from moe_graphs.engine.partial.recording import CallSite, PlannedCall, distinct_bytes
 from moe_graphs.engine.partial.scope import find_scopes, recomputed_among
 from moe_graphs.engine.partial.slots import BackwardPool, Chunk, Slot
 from moe_graphs.engine.partial.trials import ScopeCall, Trials, Tried
@@ -118,8 +118,11 @@ class Graphs:
         self._begin_warmup()
         self.state = "warmup" if config.impl == "local" else "off"
         scopes = find_scopes(model, config) if config.impl == "local" else []
-        self.scopes = install_all(self, scopes, config.on_mismatch, self.delayed)
-        for each in recomputed_among(scopes, config.recompute):
+        anew, parts = recomputed_among(scopes, config.recompute)
+        self.scopes, self._parts = install_all(
+            self, scopes, config.on_mismatch, self.delayed, parts
+        )
+        for each in anew:
             self.scopes[scopes.index(each)].use_reentrant = False
         self._checks = Deferred()
         for scope in scopes:
@@ -502,8 +505,8 @@ class Graphs:
         """Makes the model eager for good and frees the graphs' memory. Idempotent."""
         if self.state == "released":
             return
-        for graphed in self.scopes:
-            graphed.uninstall()
+        for installed in (*self.scopes, *self._parts):
+            installed.uninstall()
         self.state = "released"
         self._finalizer()
 
@@ -560,7 +563,7 @@ def report_of(
         replayed=sum(scope.replayed for scope in of_scopes),
         audited=sum(scope.audited for scope in of_scopes),
         eager_calls=dict(eager_calls),
-        static_bytes=sum(t.nbytes for t in captured.static_tensors()) if captured else 0,
+        static_bytes=captured.static_bytes if captured else 0,
         slots=tuple(chunk.lanes for chunk in captured.chunks) if captured else (),
         shapes=max((chunk.shapes for chunk in captured.chunks), default=0) if captured else 0,
         shapes_left=sum(chunk.left for chunk in captured.chunks) if captured else 0,
@@ -598,7 +601,6 @@ def _report_scope(
     for call in planned:
         backwards.update({f"{BACKWARD}{r}": n for r, n in call.eager_backwards.items()})
     leases = [lease for site in own for lease in site.gradient_leases()]
-    statics = [tensor for site in own for tensor in site.forward.static_tensors()]
     not_guarded = {n for site in own for n in site.forward.conditions.guards.not_followed}
     return ScopeReport(
         name=graphed.scope.name,
@@ -606,7 +608,7 @@ def _report_scope(
         backward_graphs=sum(p.backward is not None and p.backward.graph is not None for p in own),
         weight_graphs=sum(p.weights is not None and p.weights.graph is not None for p in own),
         kernels=sum(counts) if len(counts) == len(graphs) else None,
-        static_bytes=sum(tensor.nbytes for tensor in statics),
+        static_bytes=distinct_bytes(t for site in own for t in site.static_tensors()),
         boundary_bytes=sum(t.nbytes for site in own for t in site.forward.outputs),
         replayed=gone["replayed"] + sum(site.replayed for site in own),
         audited=gone["audited"] + sum(site.audited for site in own),

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
@@ -43,6 +43,7 @@ from moe_graphs.engine.tensors import (
     address,
     as_leaf,
     copy_to,
+    is_wrapped,
     unflattening,
     unwrap,
 )
@@ -150,9 +151,10 @@ class RecordedForward:
         """The function that builds the outputs from their leaves."""
         return unflattening(self.output_structure)
 
-    def static_tensors(self) -> list[Tensor]:
-        """Tensors that only the recording keeps alive: its own inputs, and its outputs."""
-        return [self.inputs[i] for i in self.loaded if i not in self.linked] + list(self.outputs)
+    @property
+    def own_inputs(self) -> list[Tensor]:
+        """Static inputs that are no outputs of other recordings."""
+        return [self.inputs[i] for i in self.loaded if i not in self.linked]
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ class RecordedBackward:
             ``.grad`` has memory of its own. Memory of the others is only borrowed: later captures
             of the slot use it again.
         leases: leases of the weight gradients, for when they are handed out.
-        anew: the forward that it begins with, if its scope keeps inputs only; else None.
+        counts_anew: if it begins with the forward of a scope that keeps inputs only, the tensors
+            whose versions this forward counts up; else None.
     """
 
     graph: Graph | None
@@ -195,19 +198,19 @@ class RecordedBackward:
     listed: tuple[int | Tensor, ...]
     gradients: tuple[Tensor | None, ...]
     leases: tuple[BufferLease | None, ...]
-    anew: RecordedForward | None = None
+    counts_anew: tuple[Tensor, ...] | None = None
 
     def replay(self, backend: Backend, random: Any) -> None:
         """Replays it; a forward at its beginning draws from ``random``, as the first time."""
         if self.graph is None:
             return
-        if self.anew is None:
+        if self.counts_anew is None:
             self.graph.replay()
             return
         with backend.drawing_from(random):
             self.graph.replay()
-        if self.anew.counted:
-            torch.autograd.graph.increment_version(self.anew.counted)
+        if self.counts_anew:
+            torch.autograd.graph.increment_version(self.counts_anew)
 
     @cached_property
     def of_parameters(self) -> list[tuple[int, Tensor, BufferLease]]:
@@ -268,6 +271,12 @@ class RecordedBackward:
         used = [layout is not None for layout in layouts]
         same = used == [layout is not None for layout in self.layouts]
         return "other_layout" if same else "other_outputs"
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages that tensors lie on; a storage of several counts once."""
+    storages = (unwrap(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def layouts_of(incoming: Sequence[Tensor | None]) -> Layouts:
@@ -592,6 +601,7 @@ class CallSite:
             eager.
         leases: one for each storage that its outputs lie on, if they are not copied.
         out: the leases among them whose outputs were handed out.
+        has_lent: whether other shapes may work in the memory of its outputs.
         audit: what its audits compare with, or None.
         audit_due: the count of replays at which an audit may be due.
     """
@@ -616,6 +626,7 @@ class CallSite:
         self.leases: list[BufferLease] = []
         self.out = Leases()
         self.replayed = self.audited = 0
+        self.has_lent = False
         self.audit: CallAudit | None = None
         self.audit_due = NEVER
 
@@ -681,8 +692,37 @@ class CallSite:
         ]
         # On a GPU the lease of an output that no backward saves did not see its holder. Outputs of
         # a later shape lie where graphs of earlier shapes work.
-        if self.planned.recomputes or self.planned.is_of_later_shape:
+        if self.copies_outputs:
             self.planned.copied_outputs.update(range(len(forward.outputs)))
+
+    @property
+    def copies_outputs(self) -> bool:
+        """Whether callers get all of its outputs as copies, from the first replay on."""
+        return self.planned.recomputes or self.planned.is_of_later_shape
+
+    def static_tensors(self) -> list[Tensor]:
+        """Tensors that its recording keeps alive: its own inputs, and outputs if it keeps them."""
+        if not self.has_forward:
+            return []
+        return [*self.forward.own_inputs, *(() if self.has_lent else self.forward.outputs)]
+
+    def lend_outputs(self, borrow: Callable[[Tensor], Tensor]) -> None:
+        """Gives the memory of its outputs, which are copies for callers, to later captures.
+
+        These belong to other shapes, whose microbatches are never in flight together with its own.
+        ``borrow`` returns a tensor that does not keep its memory alive.
+        """
+        if not self.has_forward or any(map(is_wrapped, self.forward.outputs)):
+            return
+        self.has_lent, forward = True, self.forward
+        outputs = tuple(map(borrow, forward.outputs))
+        by_address = {each.data_ptr(): each for each in outputs}
+        saved = tuple(by_address[each.data_ptr()] for each in forward.saved_outputs)
+        self.forward = replace(forward, outputs=outputs, saved_outputs=saved)
+        self.leases = [
+            BufferLease(outputs[lease.outputs[0]], outputs=lease.outputs) for lease in self.leases
+        ]
+        self.out = Leases()
 
     def is_in_place(self, index: int, leaf: Tensor) -> bool:
         """Whether static memory has the values of an input already."""

@@ -241,29 +241,85 @@ def _matching(model: nn.Module, pattern: str) -> list[Scope]:
     return [Scope(name, module) for name, module in modules]
 
 
-def recomputed_among(scopes: Sequence[Scope], wanted: Sequence[str] | bool) -> list[Scope]:
-    """The scopes that keep their inputs only: all of them, or those that ``wanted`` names.
+@dataclass(frozen=True)
+class Part:
+    """A module within a scope that keeps its inputs only."""
+
+    name: str
+    module: nn.Module
+
+
+def recomputed_among(
+    scopes: Sequence[Scope], wanted: Sequence[str] | bool
+) -> tuple[list[Scope], list[Part]]:
+    """The scopes that keep their inputs only, and the modules within others that do.
+
+    A pattern that names no scope names modules within scopes. A module that lies inside of another
+    one is a part of that one.
 
     Raises:
-        ValueError: if a word names no scope, or a part of the stages of one.
+        ValueError: if a word names neither, or a part of the stages of a scope, or a module that is
+            no whole part of one.
     """
     if isinstance(wanted, bool):
-        return list(scopes) if wanted else []
+        return (list(scopes) if wanted else []), []
     chosen: list[Scope] = []
+    within: list[Part] = []
     named = {stage for word in wanted for stage in SCOPE_STAGES.get(word, ())}
     for word in wanted:
         found = [scope for scope in scopes if _is_named(scope, word)]
-        if not found:
+        parts = [] if found or not is_pattern(word) else _parts_named(scopes, word)
+        if not found and not parts:
             names = ", ".join(scope.name for scope in scopes[:8])
-            raise ValueError(f"recompute={word!r} names none of the scopes: they are {names}")
+            raise ValueError(
+                f"recompute={word!r} names none of the scopes, and no module within one: the "
+                f"scopes are {names}"
+            )
         chosen += [scope for scope in found if scope not in chosen]
+        within += [part for part in parts if part not in within]
     for scope in chosen:
         rest = [stage for stage in scope.stages if stage not in named]
         if rest and len(rest) < len(scope.stages):
             raise ValueError(
-                f"recompute names a part of {scope.name!r}, which is one graph: name {rest} too"
+                f"recompute names a part of {scope.name!r}, which is one graph: name {rest} too, "
+                f"or modules within a scope of the whole layer by a pattern, such as '*.moe'"
             )
-    return chosen
+    return chosen, _outermost(within)
+
+
+def _parts_named(scopes: Sequence[Scope], pattern: str) -> list[Part]:
+    """The modules within scopes that a pattern selects.
+
+    Raises:
+        ValueError: if one cannot run under torch's checkpoint.
+    """
+    found: list[Part] = []
+    for scope in scopes:
+        for path, module in scope.module.named_modules():
+            # Stages are no part of the name of their layer.
+            owner = scope.name.rpartition(".")[0] if scope.stages else scope.name
+            name = f"{owner}.{path}" if owner else path
+            if path and any(fnmatch.fnmatchcase(each, pattern) for each in (name, f".{name}")):
+                _check_part(scope, name, module)
+                found.append(Part(name, module))
+    return found
+
+
+def _check_part(scope: Scope, name: str, module: nn.Module) -> None:
+    staged = (each for each in module.modules() if isinstance(each, Staged))
+    is_whole = scope.start is None and scope.stop is None
+    if not is_whole or any(stage.dynamic for each in staged for stage in each.stages()):
+        raise ValueError(
+            f"recompute selects {name!r}, and the graph of {scope.name!r} may begin or end within "
+            f"it: choose a scope of the whole layer, such as 'full', or recompute the scope"
+        )
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
+        raise ValueError(f"recompute selects {name!r}, a {type(module).__name__} without a forward")
+
+
+def _outermost(parts: Sequence[Part]) -> list[Part]:
+    inner = {id(m) for part in parts for m in part.module.modules() if m is not part.module}
+    return [part for part in parts if id(part.module) not in inner]
 
 
 def _is_named(scope: Scope, word: str) -> bool:

@@ -11,8 +11,9 @@ The first microbatch that takes a slot captures it.
 
 A microbatch takes a free **lane** of its part of the model (``Chunk``). A lane has one slot for
 each shape of microbatches. The slots of a lane share its memory pool, since one microbatch at a
-time is in it: what the graphs of one shape work in, the graphs of another shape may overwrite.
-Outputs and gradients that outlive a replay have memory of their own. The observed steps give the
+time is in it: what the graphs of one shape work in, the graphs of another shape may overwrite, and
+so it is with their static inputs, and with outputs that callers get as copies. Other outputs, and
+gradients that outlive a replay, have memory of their own. The observed steps give the
 first shape. A microbatch whose inputs differ from it in shapes and strides alone brings another
 shape, and captures it at once, up to ``most`` shapes. Then a new shape takes the place of the
 rarest one, if it came more often among the last microbatches.
@@ -77,6 +78,7 @@ from moe_graphs.engine.partial.recording import (
     RecordedBackward,
 )
 from moe_graphs.engine.reasons import EAGER_CALLS
+from moe_graphs.engine.static_buffers import StaticBuffers
 from moe_graphs.engine.tensors import Mismatch, Signature, TensorSpec, results_of
 from moe_graphs.errors import CaptureError, GraphError
 
@@ -120,6 +122,7 @@ class Slot:
             work in the pool of the slot.
         first_bytes: if gradients are accumulated, size of the one piece that the pool for backwards
             of first microbatches begins with; 0 if gradients are not accumulated.
+        inputs: static memory of the inputs, by call and number; None makes new memory.
         fails_alone: whether a capture that fails here leaves other slots their graphs.
 
     Attributes:
@@ -136,8 +139,10 @@ class Slot:
         pool_bytes: int = 0,
         backward_pool: BackwardPool | None = None,
         first_bytes: int = 0,
+        inputs: StaticBuffers | None = None,
         fails_alone: bool = False,
     ) -> None:
+        self.inputs = StaticBuffers() if inputs is None else inputs
         self.fails_alone, self._given = fails_alone, pool
         self.failure: CaptureError | None = None
         self._pool_bytes, self._first_bytes, self._shared = pool_bytes, first_bytes, backward_pool
@@ -435,6 +440,10 @@ class Slot:
         if complete or self._attempts == _ATTEMPTS:
             self.is_closed = True
             self.free_autograd_graphs(self.sites)
+            read = {source for site in self.sites for source, _ in site.sources.values()}
+            for site in self.sites:
+                if site.copies_outputs and site not in read:
+                    site.lend_outputs(self._backend.borrow)
         else:
             self.release()
             self._begin_anew(self._given)
@@ -650,6 +659,7 @@ class Chunk:
                 self._backend,
                 first.pool,
                 backward_pool=first.backward_pool,
+                inputs=first.inputs,
                 fails_alone=True,
             )
             for first in self._first

@@ -149,7 +149,7 @@ class StepDefinition:
             tensors=fp8.tensors_of(self.model),
             tensor_names={id(p): name for name, p in self.model.named_parameters()},
             assigned=self.assigned.compared(),
-            sharded=True,
+            in_step=True,
         )
 
 

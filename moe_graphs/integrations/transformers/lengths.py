@@ -32,6 +32,7 @@ from moe_graphs.staged import open_blocks
 SHAPES = 6  # with graphs at once: the chosen lengths, and two more that come later
 _CHOSEN = 4
 _LOOK = 8  # forwards whose lengths are looked at
+_FIRST = 4  # steps that are observed, and the one that captures
 _GRAIN = 64
 _STATE = "_moe_graphs_lengths"
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -43,7 +44,9 @@ class Lengths:
 
     As long as all batches have one length, nothing is padded. Otherwise the lengths of the first
     forwards are looked at, and the few lengths that cost least padding are chosen. Batches that are
-    longer than all of them, or less than half of the next one, add a length.
+    longer than all of them, or less than half of the next one, add a length. The batches of the
+    first four steps are padded to the longest, so that its graphs are captured first, and graphs of
+    other lengths work in their memory.
 
     Args:
         given: the lengths, if the user has chosen them.
@@ -66,6 +69,7 @@ class Lengths:
         self.graphs: Any = None
         self.model: nn.Module | None = None
         self._loads: list[ExpertLoad] = []
+        self._padded_steps = 0
         self.drops_masks = self.knows_documents = self.in_step = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,6 +85,7 @@ class Lengths:
         if not self.chosen and len(self.seen) > 1 and self.seen.total() >= _LOOK:
             self.chosen = choose(self.seen)
         self._loads = _loads_of(self.model)
+        self._padded_steps += bool(self.chosen)
         self.in_step = True
         try:
             yield
@@ -106,7 +111,7 @@ class Lengths:
         place = bisect_left(self.chosen, length)
         if place == len(self.chosen) or self.chosen[place] >= 2 * rounded(length):
             insort(self.chosen, rounded(length))
-        return self.chosen[place]
+        return self.chosen[-1 if self._padded_steps <= _FIRST else place]
 
     @property
     def looks(self) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import moe_graphs
 from moe_graphs import GraphConfig, GraphWarning
+from moe_graphs.engine.backends.cpu import CpuRecorder
+from moe_graphs.engine.partial.recording import CallSite
 from training_runs import DEVICES, VOCABULARY, tiny_model
 from two_scopes import build, data, scopes, update
 
@@ -92,6 +95,111 @@ def test_outputs_of_a_later_shape_have_memory_of_their_own():
     assert [handed[rows] == at for rows, at in zip((4, 6, 2), static, strict=True)] == [
         True, False, False,
     ]  # fmt: skip
+
+
+# ---- memory that shapes share
+
+
+def poison(graphs):
+    """Fills what a later microbatch may overwrite: static inputs, and outputs that are lent."""
+    sites = graphs.captured.sites if graphs.captured is not None else ()
+    for site in sites:
+        if site.has_forward:
+            lent = site.forward.outputs if site.has_lent else ()
+            for tensor in (*site.forward.targets, *lent):
+                tensor.data.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("audit_every", [None, 2])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_that_shapes_share_is_read_in_another_step(device, recompute, audit_every):
+    """Values that a caller holds, and those that a replay needs, lie elsewhere."""
+    runs = []
+    for graphed in (False, True):
+        model = build(device)
+        anew = {"recompute": recompute, "warmup_steps": 2 if graphed else 99}
+        config = scopes(shapes=3, audit_every=audit_every, on_mismatch="error", **anew)
+        graphs, left, held = moe_graphs.graph(model, config), [], []
+        torch.manual_seed(1)
+        for rows in SHAPES:
+            model.zero_grad()
+            with graphs.step():
+                x = data(device, rows).requires_grad_()
+                output = model(x)
+                output.square().mean().backward()
+            held += [output, x.grad, *(p.grad for p in model.parameters())]
+            poison(graphs)
+            left += [tensor.detach().clone() for tensor in held[-6:]]
+            update(model)
+        runs.append([*left, *held, *model.parameters()])
+    assert all(map(torch.equal, *runs))
+    assert any(site.has_lent for site in graphs.captured.sites)
+    assert all(site.has_lent for site in graphs.captured.sites) == recompute
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_shorter_shapes_take_the_static_memory_of_the_longest(recompute):
+    def static_bytes(rows):
+        return compared(rows=rows, recompute=recompute).report()
+
+    alone, several = static_bytes((6,) * 5), static_bytes((6, 6, 6, 4, 2, 4, 6, 2))
+    assert several.shapes == 3
+    assert several.static_bytes == alone.static_bytes
+    # A longer shape that comes later has memory of its own.
+    assert static_bytes((6, 6, 6, 8)).static_bytes > alone.static_bytes
+
+
+def test_outputs_that_are_lent_keep_no_memory_alive(monkeypatch):
+    """A tape is the only holder here; on a GPU the pool gets the memory back."""
+
+    def borrow(self, tensor):
+        storage = torch._C._construct_storage_from_data_pointer(
+            tensor.data_ptr(), tensor.device, tensor.nbytes
+        )
+        return torch.empty(0).set_(storage, 0, tensor.shape, tensor.stride())
+
+    monkeypatch.setattr(CpuRecorder, "borrow", borrow)
+    made = []
+
+    def lend(self, borrow):
+        made.extend(StorageWeakRef(each.untyped_storage()) for each in self.forward.outputs)
+        lend_outputs(self, borrow)
+
+    lend_outputs = CallSite.lend_outputs
+    monkeypatch.setattr(CallSite, "lend_outputs", lend)
+    graphs = compared(recompute=True)
+    assert len(made) == 2 * 3
+    assert not any(each.expired() for each in made)
+    for site in graphs.captured.sites:
+        for graph in site.graphs():
+            graph.release()
+    assert all(each.expired() for each in made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_pool_of_several_shapes_is_that_of_the_longest(recompute):
+    """Eight layers of 16 MiB; the longest shape comes first."""
+
+    def taken(rows):
+        torch.manual_seed(0)
+        layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(8)]
+        model = torch.nn.Sequential(*layers).cuda()
+        config = GraphConfig(["[0-9]"], warmup_steps=2, shapes=3, recompute=recompute)
+        graphs = moe_graphs.graph(model, config)
+        for each in rows:
+            with graphs.step():
+                model(torch.randn(each, 512, device="cuda")).square().mean().backward()
+            model.zero_grad()
+        report = graphs.report()
+        graphs.release()
+        return report.pool_bytes + report.static_bytes, report.shapes
+
+    (alone, _), (several, shapes) = taken((8192,) * 4), taken((8192, 8192, 8192, 6144, 4096))
+    assert shapes == 3
+    # Outputs of a first shape that does not recompute are no copies, and nobody gets their memory.
+    assert several < (1.2 if recompute else 1.8) * alone
 
 
 def test_the_rarest_shape_leaves_for_one_that_comes_more_often():
