@@ -12,7 +12,6 @@ with the line that it comes from (`explaining_errors`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import pathlib
 import traceback
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from moe_graphs.engine.guards.bytecode_names import AccessedNames, unwatched
 from moe_graphs.engine.ranks import groups_in
@@ -38,7 +37,9 @@ from moe_graphs.engine.tensors import (
     has_no_values,
     is_wrapped,
     is_wrapper,
+    namespace_of,
     noting_resizes,
+    per_operation,
     tensor_leaves,
     unwrap,
 )
@@ -95,8 +96,9 @@ _LOOP_OVER_EXPERTS = " (MoELayer.from_experts converts a loop over experts: docs
 
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
+_TORCH = str(pathlib.Path(torch.__file__).parent)
 _NOT_OF_THE_USER = (
-    str(pathlib.Path(torch.__file__).parent),
+    _TORCH,
     str(_PACKAGE / "engine"),
     str(_PACKAGE / "staged.py"),
     contextlib.__file__,
@@ -136,7 +138,7 @@ class DispatchMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_wrapper, types)):
+        if types and any(map(is_wrapper, types)):
             return NotImplemented
         if has_no_values(types, kwargs):
             return func(*args, **kwargs)
@@ -365,8 +367,13 @@ class Trace(Operations):
         self.written: set[int] = set()
         self.others: dict[int, tuple[Tensor, str]] = {}  # it stays alive, so its address stays
         self._resizes = noting_resizes(self._allocated)
+        self._runs_no_python = False
 
     def __enter__(self) -> Trace:
+        with unwatched():
+            around = _get_current_dispatch_mode_stack()
+            self._runs_no_python = all(isinstance(mode, DispatchMode) for mode in around)
+            self._runs_no_python &= _kernels_are_those_of_torch()
         if self._refuse:
             self._host_reads.__enter__()
         self._resizes.__enter__()
@@ -424,6 +431,12 @@ class Trace(Operations):
                     f"another thread may have, or a cache or numpy, and a replay would hand out "
                     f"the one of the capture for ever: compute it with torch on this thread"
                 )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unwatched() as here:  # nine tenths of all calls are the engine's own inside of it
+            if types or not self._runs_no_python or namespace_of(func) != "aten":
+                here.end()
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unwatched():
@@ -524,7 +537,23 @@ class Trace(Operations):
                 before.keep(tensor)
 
 
-@functools.cache
+# Kernels in Python, as ``torch.library`` names them, of other operations or only for shapes.
+_OTHER_KERNELS: set[str] = set()
+
+
+def _kernels_are_those_of_torch() -> bool:
+    """Whether nobody else has given one of torch's own operations a kernel in Python."""
+    registered = getattr(torch.library, "_impls", None)
+    if registered is None:
+        return False
+    found = registered - _OTHER_KERNELS
+    _OTHER_KERNELS.update(k for k in found if k[:5] != "aten/" or k.endswith("/Meta"))
+    names = (key.split("/")[1] for key in found - _OTHER_KERNELS)
+    lines = (line for n in names for line in torch._C._dispatch_dump(f"aten::{n}").splitlines())
+    return all(f" {_TORCH}/" in line for line in lines if ".py:" in line)
+
+
+@per_operation
 def _computes_nothing(func: Any) -> bool:
     """Whether an operation belongs to autograd's hooks, or marks a range for a profiler."""
     return func in _OF_AUTOGRAD or func.namespace == "profiler"
@@ -568,7 +597,7 @@ def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
     return _has_value_tag(func)
 
 
-@functools.cache
+@per_operation
 def _has_value_tag(func: Any) -> bool:
     return any(tag in func.tags for tag in _VALUE_TAGS)
 
@@ -577,12 +606,15 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The tensors among the arguments of an operation that it writes in place."""
     if func.overloadpacket in _WITH_RUNNING_STATISTICS:
         yield from tensor_leaves(args[3:5])
-    if not func._schema.is_mutable:
-        return
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from tensor_leaves(value)
+    for number, name in _written_by(func):
+        yield from tensor_leaves(args[number] if number < len(args) else kwargs.get(name))
+
+
+@per_operation
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    """The numbers and names of the arguments that an operation writes by its schema."""
+    arguments = enumerate(func._schema.arguments)
+    return [(n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -596,6 +628,8 @@ def _name_of(func: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _PLAIN_ARGUMENTS:
+        return value
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype)
     if isinstance(value, (list, tuple)):

@@ -9,7 +9,6 @@ memory pool (every intermediate keeps its own memory), and it gains no speed.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,10 @@ from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.tensors import (
     arrived,
     communicates,
+    detached,
+    namespace_of,
     noting_resizes,
+    per_operation,
     returns_work,
     sends,
     tensor_leaves,
@@ -130,17 +132,17 @@ class _Recorder(DispatchMode):
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if _is_view(func) or func.namespace == "profiler":
+        if _is_view(func) or namespace_of(func) == "profiler":
             return out  # a view of static memory needs no call in a replay
         # Arguments are detached: the tape must hold neither the autograd graph nor its saved
         # tensors.
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        args, kwargs = detached((args, kwargs))
         outputs = [t.detach() for t in tensor_leaves(out)]
         self.tape.calls.append((_modes(), func, args, kwargs, outputs, returns_work(func)))
         return out
 
 
-@functools.cache
+@per_operation
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(

@@ -24,7 +24,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -83,6 +83,7 @@ _COMPARED = {
 # Transformer Engine updates scales at the end of its autocast, and decides at its beginning which
 # module is first.
 _ENTERS_FP8 = ("fp8_autocast_enter", "autocast_enter")
+_BY_ARGUMENTS = ("seed", *_ENTERS_FP8)  # functions that are impure by their arguments
 FP8 = "Transformer Engine's autocast"
 _CHECKPOINT = "Transformer Engine's checkpoint"
 # Under a dispatch mode dynamo leaves a function uncompiled for good, and uncompiled code rounds in
@@ -253,6 +254,36 @@ _OF_NAMESPACES = {"vars", "__dict__", "dir", "getmembers"}
 _BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
 
 
+class _CalledCode(NamedTuple):
+    """What need not be asked again when the same code is called again.
+
+    Attributes:
+        matters: whether its calls are noted: it is neither the engine's nor the body of a module.
+        loads_modules: whether it is Python's own code that loads a module.
+        may_be_impure: whether ``of_python`` may name its calls.
+        first: the name of its first argument, or None.
+    """
+
+    code: types.CodeType  # kept alive, so that its id stays its own
+    globals_: dict[str, Any]
+    matters: bool
+    loads_modules: bool = False
+    may_be_impure: bool = False
+    first: str | None = None
+
+    @classmethod
+    def of(cls, frame: types.FrameType) -> _CalledCode:
+        code, globals_ = frame.f_code, frame.f_globals
+        if code.co_name == "_find_and_load" and "<frozen" in code.co_filename:
+            return cls(code, globals_, matters=False, loads_modules=True)
+        if code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
+            return cls(code, globals_, matters=False)
+        may_be_impure = code.co_name in _BY_ARGUMENTS or code in _COMPARED
+        may_be_impure = may_be_impure or of_python(frame, of_the_user=True) is not None
+        first = code.co_varnames[0] if code.co_argcount else None
+        return cls(code, globals_, True, may_be_impure=may_be_impure, first=first)
+
+
 class AccessedNames:
     """A context that notes which Python runs inside, on this thread.
 
@@ -295,6 +326,7 @@ class AccessedNames:
         self._seen: dict[int, weakref.ref[Any] | None] = {}
         self._may_have_state = functools.cache(_may_have_state)  # a block makes some thousand calls
         self._import: types.FrameType | None = None
+        self._known: dict[int, _CalledCode] = {}
 
     def __enter__(self) -> AccessedNames:
         # Dispatch modes and optimizers import it with their first operation, and that import must
@@ -318,6 +350,7 @@ class AccessedNames:
         alive = (reference() for reference in self._seen.values() if reference is not None)
         self.owners = {id(owner): owner for owner in alive if owner is not None}
         self._seen.clear()
+        self._known.clear()
 
     @classmethod
     def before_running(
@@ -490,45 +523,54 @@ class AccessedNames:
             self.values |= _values_of(code)
 
     def _note(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "c_return" or event == "c_exception":
+            return
+        if self._import is not None:  # finders and bodies of modules run once, and are not reads
+            if event == "return" and self._import is frame:
+                self._import = None
+        elif event == "c_call":
+            self._note_call_of_c(frame, argument)
+        elif event == "call":
+            self._note_call(frame)
+
+    def _note_call_of_c(self, frame: types.FrameType, function: Any) -> None:
         code = frame.f_code
-        if self._is_import(frame, event):
-            return
-        if event == "c_call":
-            if origin_of_code(code, frame.f_globals) == "own":
-                self._open(_unless_in_an_operation(of_c(argument), frame))
-                self.given.update(names_looked_up(argument, frame))
-            elif argument is os.urandom and _is_asked_by_the_user(frame):
-                self._open(f"{_UNSEEDED}{argument.__name__}")
-        if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
-            return
-        self.code.setdefault(code, frame.f_globals)
+        if origin_of_code(code, frame.f_globals) == "own":
+            self._open(_unless_in_an_operation(of_c(function), frame))
+            self.given.update(names_looked_up(function, frame))
+        elif function is os.urandom and _is_asked_by_the_user(frame):
+            self._open(f"{_UNSEEDED}{function.__name__}")
+
+    def _note_call(self, frame: types.FrameType) -> None:
+        known = self._known.get(id(frame.f_code))
+        if known is None or known.globals_ is not frame.f_globals:
+            known = self._known[id(frame.f_code)] = _CalledCode.of(frame)
+            if known.matters:
+                self.code.setdefault(frame.f_code, frame.f_globals)
+        if known.loads_modules:
+            self._import = frame
+        if known.may_be_impure:
+            self._note_impure(frame)
+        if known.first is not None:
+            self._note_owner(frame.f_locals.get(known.first), frame.f_code)
+
+    def _note_impure(self, frame: types.FrameType) -> None:
         caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
         of_the_user = origin_of(caller) == "own"
         self._open(of_python(frame, of_the_user=of_the_user))
-        if of_the_user and code in _COMPARED:
+        if of_the_user and frame.f_code in _COMPARED:
             self._note_question(frame)
-        if not code.co_argcount:
-            return
-        owner = frame.f_locals.get(code.co_varnames[0])
-        if isinstance(owner, torch._C._FunctionBase):
-            self._note_context(owner)
+
+    def _note_owner(self, owner: Any, code: types.CodeType) -> None:
         kind: type = type(owner)
         if id(owner) in self._seen or not self._may_have_state(kind):
+            if issubclass(kind, torch._C._FunctionBase):
+                self._note_context(owner)
             return
         # Objects that are made inside the block are no inputs of it.
         is_made_here = code.co_name in _CONSTRUCTORS
         with contextlib.suppress(TypeError):  # without weak references it is found by name
             self._seen[id(owner)] = None if is_made_here else weakref.ref(owner)
-
-    def _is_import(self, frame: types.FrameType, event: str) -> bool:
-        """Whether a module is loaded: finders and its body run once, and are not reads."""
-        if self._import is None and event == "call":
-            if frame.f_code.co_name == "_find_and_load" and "<frozen" in frame.f_code.co_filename:
-                self._import = frame
-        elif self._import is frame and event == "return":
-            self._import = None
-            return True
-        return self._import is not None
 
     def _note_context(self, context: Any) -> None:
         for name, value in vars(context).items():
@@ -597,11 +639,16 @@ class unwatched:
 
     __slots__ = ("_profiler",)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._profiler = sys.getprofile()
         sys.setprofile(None)
+        return self
 
     def __exit__(self, *exception: object) -> None:
+        _profile_again(self._profiler)
+
+    def end(self) -> None:
+        """Watches again before the context ends."""
         _profile_again(self._profiler)
 
 
