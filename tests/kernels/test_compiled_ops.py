@@ -5,6 +5,8 @@ Fixture and checks are those of `test_compiled_kernels.py`.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -172,7 +174,14 @@ def test_rotary(compiled, heads, kv_heads, size, columns, dtype):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), by_turns([64, 77, 128, 2048, 2880, 4096, 7168, 8192], [FP32, BF16])
+    ("size", "dtype"),
+    [
+        *by_turns([77, 2880, 8192], [BF16, FP32]),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in itertools.product([64, 128, 2048, 4096, 7168], [BF16, FP32])
+        ),
+    ],
 )
 def test_rms_norm(compiled, size, dtype):
     x = torch.empty(64, size, dtype=dtype)
