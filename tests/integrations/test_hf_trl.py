@@ -35,6 +35,7 @@ def test_it_trains_saves_and_resumes_with_the_defaults_of_trl(tmp_path):
     assert "gradient_checkpointing" not in counted(again.report)
 
 
+@pytest.mark.long
 def test_without_the_callback_it_trains_alike_to_rounding(tmp_path):
     plain, ours = sft(tmp_path / "plain"), sft(tmp_path / "ours", GraphCallback())
     for one, other in zip(plain.logged, ours.logged, strict=True):

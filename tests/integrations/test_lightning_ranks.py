@@ -183,7 +183,7 @@ def trained(request, device, tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(train_all, request.param, device, tmp_path_factory.mktemp("trained"))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["DDP", pytest.param("FSDP2", marks=pytest.mark.long)])
 def few(request, device, tmp_path_factory) -> list[dict[str, Any]]:
     """The findings of runs that do not take long."""
     return on_ranks(train_few, request.param, device, tmp_path_factory.mktemp("few"))

@@ -90,7 +90,16 @@ def compare(rank: int, world_size: int, device: str, steps: int, inside: bool, o
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("inside", "as_view"), by_turns([True, False], [True, False]))
+@pytest.mark.parametrize(
+    ("inside", "as_view"),
+    [
+        (True, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [(True, False), (False, True), (False, False)]
+        ),
+    ],
+)
 def test_ranks_are_bitwise_eager(backend, inside, as_view):
     arguments = (device_of(backend), 8, inside, {"gradient_as_bucket_view": as_view})
     ends = run_distributed(compare, RANKS, backend, arguments=arguments)
@@ -127,7 +136,13 @@ def audit(rank: int, world_size: int, device: str, options: dict, every: int) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("every", "as_view"), by_turns([1, 5, 10_000], [True, False]))
+@pytest.mark.parametrize(
+    ("every", "as_view"),
+    [
+        *by_turns([5, 10_000], [True, False]),
+        pytest.param(1, True, marks=pytest.mark.long),
+    ],
+)
 def test_ranks_audit_the_same_steps_and_find_nothing(backend, every, as_view):
     options = {"gradient_as_bucket_view": as_view}
     first, *others = run_distributed(
