@@ -62,6 +62,7 @@ def test_without_checkpointing_layers_are_replayed_bit_for_bit(lora, tmp_path):
     assert report.shapes == 2
 
 
+@pytest.mark.long
 def test_batches_of_one_length_are_all_replayed_and_resumed(tmp_path):
     plain = sft(tmp_path / "plain", GraphCallback(graphs=False), **ONE_LENGTH)
     callback = GraphCallback()

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from compiled import check, launch_compiler
-from grids import by_turns, few, grid
+from grids import by_turns, few, grid, longer
 from moe_graphs import kernels
 from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
@@ -59,13 +59,16 @@ def test_elementwise(compiled, dtype):
     few(
         grid(
             [
-                (128, 8, 1, 1),
-                (8, 2, 1, 1),
-                (256, 8, 8, 4),
                 (512, 32, 1, 1),
                 (100, 3, 4, 2),
-                (512, 8, 8, 4),
             ],
+            [False, True],
+            [(True, 0.01), (False, 0.0)],
+        )
+    )
+    + longer(
+        grid(
+            [(128, 8, 1, 1), (8, 2, 1, 1), (256, 8, 8, 4), (512, 8, 8, 4)],
             [False, True],
             [(True, 0.01), (False, 0.0)],
         )
@@ -207,9 +210,12 @@ def test_rms_norm(compiled, size, dtype):
 
 @pytest.mark.parametrize(
     ("size", "dtype", "update_dtype", "weight_dtype"),
-    by_turns(
-        [77, 2048, 4096, 8192],
-        [(FP32, FP32, FP32), (BF16, BF16, BF16), (BF16, BF16, FP32), (FP32, BF16, FP32)],
+    by_turns([77, 8192], [(FP32, BF16, FP32), (BF16, BF16, BF16)])
+    + longer(
+        by_turns(
+            [77, 2048, 4096, 8192],
+            [(FP32, FP32, FP32), (BF16, BF16, BF16), (BF16, BF16, FP32), (FP32, BF16, FP32)],
+        )
     ),
 )
 def test_add_rms_norm(compiled, size, dtype, update_dtype, weight_dtype):
