@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import pathlib
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -316,6 +316,10 @@ class Operations(DispatchMode):
         self.memory.append(memory)
 
 
+# Functions that every ``Trace`` calls with the arguments and the results of an operation.
+listeners: list[Callable[[Any, Any], None]] = []
+
+
 class Trace(Operations):
     """A context that sees every operation on tensors and checks it.
 
@@ -456,6 +460,8 @@ class Trace(Operations):
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         with unwatched():
+            for listener in listeners:
+                listener((args, kwargs), out)
             made = {address(tensor) for tensor in tensor_leaves(out)}
             self._made |= made - given  # a view of outside memory is outside memory
             if func is _LIFT_FRESH and self._device.type != "cpu":

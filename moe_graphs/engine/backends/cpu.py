@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
-from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.tensors import (
     arrived,
     communicates,
@@ -30,7 +29,7 @@ from moe_graphs.engine.tensors import (
     tensor_leaves,
     wait,
 )
-from moe_graphs.engine.tracing import DispatchMode
+from moe_graphs.engine.tracing import DispatchMode, listeners
 from moe_graphs.errors import CaptureError
 
 _Call = tuple[tuple[bool, bool], Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor], bool]
@@ -150,28 +149,22 @@ def _is_view(func: Any) -> bool:
     )
 
 
-class StorageMeter(MemoryMeter, DispatchMode):
-    """Follows the storages of what operations return; allocations inside of one are not seen."""
+class StorageMeter(MemoryMeter):
+    """Follows the storages of what the operations of trial runs return.
+
+    Allocations inside of an operation are not seen.
+    """
 
     _peak: int
     _at_most: int
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.restart()
-
     def __enter__(self) -> StorageMeter:
         self.restart()
-        return DispatchMode.__enter__(self)
+        listeners.append(self._note)
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        DispatchMode.__exit__(self, *exception)
-
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        with unwatched():
-            self._note((args, kwargs), out)
-        return out
+        listeners.remove(self._note)
 
     def _note(self, given: Any, out: Any) -> None:
         known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves(given)}
