@@ -331,7 +331,7 @@ def assigned(experts):
     [
         replaced,  # what loading assigns is replaced as well
         multiplied,
-        in_another_dtype,
+        pytest.param(in_another_dtype, marks=pytest.mark.long),
         pytest.param(assigned, marks=pytest.mark.long),
     ],
 )

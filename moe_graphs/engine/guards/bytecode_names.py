@@ -262,7 +262,7 @@ _BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute_
 
 @dataclass(slots=True)
 class _CalledCode:
-    """What need not be asked again when the same code is called again.
+    """Facts of code that are the same at all of its calls.
 
     Where dynamo waits for a function of the user's, it would compile one of the engine's that names
     torch, or gets a tensor, or a tuple or dictionary with one, as globals are.
