@@ -78,9 +78,10 @@ def test_batches_of_one_length_are_all_replayed_and_resumed(tmp_path):
     "lora",
     [
         pytest.param("all-linear", id="all"),
-        pytest.param(ATTENTION, id="attention", marks=pytest.mark.long),
+        pytest.param(ATTENTION, id="attention"),
     ],
 )
+@pytest.mark.long
 def test_a_model_that_was_accelerated_before(lora, tmp_path):
     """LoRA then comes second; the callback marks the steps of the graphs that are there."""
     runs = []
