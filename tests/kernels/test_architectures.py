@@ -55,13 +55,11 @@ def compiled(monkeypatch):
 
 
 def cases_by_architecture() -> list:
-    """All of them with `--long`; else the last case of each kernel, for one architecture, by turns.
+    """All of them with `--long`; else the GEMMs and LARGEST for one architecture each, by turns.
 
-    Cases are named by kernel, variant and size; the last one of a kernel is the largest. The GEMMs
-    have variants that an architecture may not have, so all of their cases are compiled.
+    GEMMs have variants and tiles by architecture. `test_compiled_ops.py` has the other kernels.
     """
-    last = {case.split(",")[0]: case for case in CASES}.values()
-    chosen = [case for case in CASES if case in last or case.startswith("grouped GEMM")]
+    chosen = [case for case in CASES if case in LARGEST or case.startswith("grouped GEMM")]
     turns = set(zip(chosen, itertools.cycle(TABLE), strict=False))
     places = itertools.product(CASES, TABLE)
     return [pytest.param(*p, marks=() if p in turns else pytest.mark.long) for p in places]

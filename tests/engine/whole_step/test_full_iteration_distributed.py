@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_scripts import TRAINING
 from distributed import RANKS, run_distributed
 from full_iterations import batches, optimizer_of
+from grids import by_turns, longer
 from moe_graphs import CaptureError, GraphError
 from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.capture_step import StepVerification
@@ -139,7 +140,7 @@ def audit(rank: int, world_size: int, device: str, options: dict, every: int) ->
     ("every", "as_view"),
     [
         (10_000, False),
-        *(pytest.param(every, True, marks=pytest.mark.long) for every in (1, 5)),
+        *longer(by_turns([10_000, 5, 1], [True, False])),
     ],
 )
 def test_ranks_audit_the_same_steps_and_find_nothing(backend, every, as_view):
