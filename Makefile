@@ -15,6 +15,9 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 12
 RECORD ?= docs/development/suite_runs.jsonl
 
+# Workers, ranks and runs of the command import the same files: they keep the bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all test-oldest test-gpu lint format clean
 
 train: $(STAMP)

@@ -99,7 +99,8 @@ def test_dropped_tokens_are_in_the_line_and_in_the_document(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param([], EAGER, marks=pytest.mark.long), (EAGER, WHOLE)]
+    ("before", "after"),
+    [pytest.param(*each, marks=pytest.mark.long) for each in (([], EAGER), (EAGER, WHOLE))],
 )
 def test_resume_goes_on_bit_by_bit(text, tmp_path, before, after):
     whole, again = tmp_path / "whole", tmp_path / "again"

@@ -20,7 +20,7 @@ LAYERS = 2  # of the tiny model
     ("scopes", "recompute"),
     [
         (None, False),
-        ("full", True),
+        pytest.param("full", True, marks=pytest.mark.long),
         pytest.param("full", False, marks=pytest.mark.long),
         pytest.param("moe_router,moe_preprocess", False, marks=pytest.mark.long),
     ],

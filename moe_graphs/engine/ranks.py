@@ -6,7 +6,6 @@ A rank that replays would wait for ever for one that does something else.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_graphs.engine.guards.introspection import attribute_of
-from moe_graphs.engine.tensors import Mismatch
+from moe_graphs.engine.tensors import Mismatch, per_operation
 from moe_graphs.errors import CaptureError
 
 FAILED_ELSEWHERE = "it failed on another rank"
@@ -136,7 +135,7 @@ def groups_in(
             yield value
 
 
-@functools.cache
+@per_operation
 def _groups_among_arguments(func: Any) -> list[tuple[int, str]]:
     named = enumerate(argument.name for argument in func._schema.arguments)
     return [(number, name) for number, name in named if name in _NAMES]

@@ -10,7 +10,7 @@ import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import (
 
 from moe_graphs.engine.reasons import EAGER_CALLS, remedy_at
 from moe_graphs.errors import GraphError
+
+T = TypeVar("T")
 
 # ---- plain Python values: the same bit for bit, not merely equal
 
@@ -98,7 +100,8 @@ def has_no_values(kinds: tuple[type, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation only finds out shapes, as operations of DTensor do."""
     on_meta = "device" in kwargs and kwargs["device"] == torch.device("meta")
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return on_meta or is_fake or any(kind.__name__ == "FakeTensor" for kind in kinds)
+    of_fake = bool(kinds) and any(kind.__name__ == "FakeTensor" for kind in kinds)
+    return on_meta or is_fake or of_fake
 
 
 # ---- signatures of calls
@@ -391,6 +394,20 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def detached(tree: Any) -> Any:
+    """The pytree with its tensors detached; arguments of operations take a shorter way."""
+    kind = type(tree)
+    if kind is torch.Tensor:
+        return tree.detach()
+    if kind in _CONSTANTS:
+        return tree
+    if kind is tuple or kind is list:
+        return kind(map(detached, tree))
+    if kind is dict:
+        return {key: detached(value) for key, value in tree.items()}
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
+
+
 def _first_of_each(leaves: Sequence[Any]) -> tuple[int, ...]:
     """Per leaf, the number of the first leaf that is the same tensor; constants have their own."""
     numbers: dict[int, int] = {}
@@ -534,21 +551,38 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# ---- operations that communicate: they return work to wait for
+# ---- facts of operations; some communicate, and return work to wait for
 
 
-@functools.cache
-def _namespace(func: Any) -> str | None:
+def per_operation(find: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Keeps the answers of a function of an operation.
+
+    ``functools.cache`` would ask for the operation's hash, which is Python of torch, at every call.
+    """
+    known: dict[int, tuple[Any, T]] = {}
+
+    @functools.wraps(find)
+    def ask(func: Any) -> T:
+        found = known.get(id(func))
+        if found is None:
+            found = known[id(func)] = (func, find(func))  # kept alive, so that its id stays its own
+        return found[1]
+
+    return ask
+
+
+@per_operation
+def namespace_of(func: Any) -> str | None:
     return getattr(func, "namespace", None)
 
 
 def communicates(func: Any) -> bool:
-    return _namespace(func) == "c10d"
+    return namespace_of(func) == "c10d"
 
 
 def returns_work(func: Any) -> bool:
     """Whether its results have to be waited for: it communicates, by c10d or for DTensors."""
-    return _namespace(func) in ("c10d", "_c10d_functional")
+    return namespace_of(func) in ("c10d", "_c10d_functional")
 
 
 def sends(func: Any) -> bool:
@@ -568,7 +602,7 @@ def wait(results: Any) -> None:
 
 def arrived(func: Any, results: Any) -> None:
     """Waits for communication that returns tensors instead of work, as that of DTensors does."""
-    if _namespace(func) == "_c10d_functional":
+    if namespace_of(func) == "_c10d_functional":
         for tensor in tensor_leaves(results):
             torch.ops._c10d_functional.wait_tensor(tensor)
 

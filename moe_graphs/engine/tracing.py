@@ -12,11 +12,10 @@ with the line that it comes from (`explaining_errors`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import pathlib
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from moe_graphs.engine.checkpointing import WithoutRandomStates, hooks_of_others
 from moe_graphs.engine.guards.bytecode_names import AccessedNames, unwatched
@@ -39,7 +38,9 @@ from moe_graphs.engine.tensors import (
     has_no_values,
     is_wrapped,
     is_wrapper,
+    namespace_of,
     noting_resizes,
+    per_operation,
     tensor_leaves,
     unwrap,
 )
@@ -96,8 +97,9 @@ _LOOP_OVER_EXPERTS = " (MoELayer.from_experts converts a loop over experts: docs
 
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
+_TORCH = str(pathlib.Path(torch.__file__).parent)
 _NOT_OF_THE_USER = (
-    str(pathlib.Path(torch.__file__).parent),
+    _TORCH,
     str(_PACKAGE / "engine"),
     str(_PACKAGE / "staged.py"),
     contextlib.__file__,
@@ -137,7 +139,7 @@ class DispatchMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_wrapper, types)):
+        if types and any(map(is_wrapper, types)):
             return NotImplemented
         if has_no_values(types, kwargs):
             return func(*args, **kwargs)
@@ -326,6 +328,10 @@ class Operations(DispatchMode):
         self.memory.append(memory)
 
 
+# Functions that every ``Trace`` calls with the arguments and the results of an operation.
+listeners: list[Callable[[Any, Any], None]] = []
+
+
 class Trace(Operations):
     """A context that sees every operation on tensors and checks it.
 
@@ -377,8 +383,13 @@ class Trace(Operations):
         self.written: set[int] = set()
         self.others: dict[int, tuple[Tensor, str]] = {}  # it stays alive, so its address stays
         self._resizes = noting_resizes(self._allocated)
+        self._runs_no_python = False
 
     def __enter__(self) -> Self:
+        with unwatched():
+            around = _get_current_dispatch_mode_stack()
+            self._runs_no_python = all(isinstance(mode, DispatchMode) for mode in around)
+            self._runs_no_python &= _kernels_are_those_of_torch()
         if self._refuse:
             self._host_reads.__enter__()
         self._resizes.__enter__()
@@ -437,6 +448,12 @@ class Trace(Operations):
                     f"the one of the capture for ever: compute it with torch on this thread"
                 )
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unwatched() as here:  # nine tenths of all calls are the engine's own inside of it
+            if types or not self._runs_no_python or namespace_of(func) != "aten":
+                here.end()
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with unwatched():
             found = tensor_leaves((args, kwargs))
@@ -455,6 +472,8 @@ class Trace(Operations):
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
         with unwatched():
+            for listener in listeners:
+                listener((args, kwargs), out)
             made = {address(tensor) for tensor in tensor_leaves(out)}
             self._made |= made - given  # a view of outside memory is outside memory
             if func is _LIFT_FRESH and self._device.type != "cpu":
@@ -535,7 +554,29 @@ class Trace(Operations):
                 before.keep(tensor)
 
 
-@functools.cache
+# Kernels in Python, as ``torch.library`` names them, of other operations or only for shapes.
+_OTHER_KERNELS: set[str] = set()
+
+
+def _kernels_are_those_of_torch() -> bool:
+    """Whether nobody else has given one of torch's own operations a kernel in Python."""
+    registered = getattr(torch.library, "_impls", None)
+    if registered is None:
+        return False
+    found = registered - _OTHER_KERNELS
+    _OTHER_KERNELS.update(k for k in found if k[:5] != "aten/" or k.endswith("/Meta"))
+    names = (key.split("/")[1] for key in found - _OTHER_KERNELS)
+    lines = (line for n in names for line in torch._C._dispatch_dump(f"aten::{n}").splitlines())
+    return all(map(_is_registered_by_torch, (line for line in lines if ".py:" in line)))
+
+
+def _is_registered_by_torch(line: str) -> bool:
+    """Whether a line of a dispatch table names a file of torch that no caller registers through."""
+    _, _, file = line.partition(f" {_TORCH}/")
+    return file != "" and not file.startswith(("library.py", "_library/"))
+
+
+@per_operation
 def _computes_nothing(func: Any) -> bool:
     """Whether an operation belongs to autograd's hooks, or marks a range for a profiler."""
     return func in _OF_AUTOGRAD or func.namespace == "profiler"
@@ -579,7 +620,7 @@ def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
     return _has_value_tag(func)
 
 
-@functools.cache
+@per_operation
 def _has_value_tag(func: Any) -> bool:
     return any(tag in func.tags for tag in _VALUE_TAGS)
 
@@ -588,12 +629,15 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The tensors among the arguments of an operation that it writes in place."""
     if func.overloadpacket in _WITH_RUNNING_STATISTICS:
         yield from tensor_leaves(args[3:5])
-    if not func._schema.is_mutable:
-        return
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from tensor_leaves(value)
+    for number, name in _written_by(func):
+        yield from tensor_leaves(args[number] if number < len(args) else kwargs.get(name))
+
+
+@per_operation
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    """The numbers and names of the arguments that an operation writes by its schema."""
+    arguments = enumerate(func._schema.arguments)
+    return [(n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -607,6 +651,8 @@ def _name_of(func: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _PLAIN_ARGUMENTS:
+        return value
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype)
     if isinstance(value, (list, tuple)):

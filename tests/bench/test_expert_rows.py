@@ -44,6 +44,7 @@ def on_ranks(rank: int, world_size: int) -> tuple:
     return shares, received, str(error.value)
 
 
+@pytest.mark.long
 def test_shares_are_those_of_the_rows_that_arrive():
     ranks = run_distributed(on_ranks, 2)
     (shares, *_), received = ranks[0], torch.tensor([rows for _, rows, _ in ranks]).double()

@@ -32,6 +32,7 @@ def _read(rank: int, world_size: int, directory: Path) -> tuple[np.ndarray, ...]
     return tuple(x.detach().numpy() for x in (experts.w1, experts.w2, model(TOKENS).logits_BSV))
 
 
+@pytest.mark.long
 def test_ranks_read_their_own_experts(tmp_path):
     torch.manual_seed(0)
     whole = LanguageModel(CONFIG, LocalDispatcher())

@@ -33,7 +33,9 @@ def _check_routings(rank: int, world_size: int, device: str) -> None:
         check_routing(dispatcher, device, dtype, name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size", [4, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2))]
+)
 def test_equals_one_process_on_the_gathered_batch(world_size):
     run_distributed(_check_routings, world_size, arguments=("cpu",))
 

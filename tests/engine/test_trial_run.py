@@ -37,6 +37,41 @@ def test_what_ran_is_known_afterwards():
     run.check()
 
 
+def test_python_of_torch_behind_an_operation_is_not_noted():
+    with TrialRun(backend()) as run:
+        torch.erfinv(torch.zeros(2))
+    assert torch._ops.OpOverload.__call__.__code__ not in run.accessed.code
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
+def test_a_kernel_of_the_users_own_for_an_operation_of_torch_is_noted():
+    def kernel(x):
+        return x + random.Random(0).random()
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("erfinv", kernel, "CPU")
+        with TrialRun(backend()) as run:
+            torch.erfinv(torch.zeros(2))
+        assert kernel.__code__ in run.accessed.code
+    with TrialRun(backend()) as run:
+        torch.erfinv(torch.zeros(2))
+    assert kernel.__code__ not in run.accessed.code
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_a_class_of_tensors_of_the_users_own_does_is_noted(plain):
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(2) if plain else torch.zeros(2).as_subclass(Own)
+    with TrialRun(backend(), [x]) as run:
+        torch.erfinv(x)
+    assert (Own.__torch_dispatch__.__func__.__code__ in run.accessed.code) is not plain
+
+
 def test_what_the_block_wrote_is_put_back_by_the_snapshot():
     x, buffer = torch.ones(2), torch.zeros(2)
     with Snapshot() as before:

@@ -34,7 +34,17 @@ def trained_on_packed_rows(family, graphs):
     return accelerated, [*losses, *(p.detach() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", *LINEAR])
+# Attention, and two kinds of layers beside it; `test_hf_accelerated.py` has graphs of the others.
+OFTEN = ("llama", "qwen3_next", "nemotron_h")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        f if f in OFTEN else pytest.param(f, marks=pytest.mark.long)
+        for f in ("llama", "qwen3_moe", *LINEAR)
+    ],
+)
 def test_packed_rows_are_bitwise_the_same_with_graphs_and_without(family):
     skip_unknown(family)
     (_, expected), (accelerated, found) = (

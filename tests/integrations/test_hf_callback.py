@@ -121,6 +121,7 @@ def test_layers_under_checkpointing_recompute_in_graphs(tmp_path):
     assert all(scope.recomputed_bytes for scope in callback.report.scopes)
 
 
+@pytest.mark.long
 def test_autocast_is_trainers_bit_for_bit(tmp_path):
     """Accelerate's caches casts of weights, which the callback's hook stops."""
     plain = trained(tmp_path / "plain", GraphCallback(graphs=False), bf16=True)

@@ -130,7 +130,7 @@ def test_what_is_not_known_runs_eagerly_by_name(kind):
         assert [scope.recomputed_bytes > 0 for scope in report.scopes] == [True, False]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_outputs_that_flags_ask_for(reentrant):
     report, _, _ = compared(
         lambda model: switch(model, use_reentrant=reentrant), flags=("output_router_logits",)

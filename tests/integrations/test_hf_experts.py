@@ -25,6 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 from hf_families import FAMILIES, loss_and_gradients, skip_unknown, tiny, tokens, trained  # noqa: E402
 from kept_bytes import kept_bytes  # noqa: E402
 
+OFTEN = ("mixtral", "deepseek_v3", "gpt_oss")
 GRAPHED = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe")
 
 
@@ -61,7 +62,10 @@ def test_it_computes_what_eager_does(family, calls):
         assert (found[name] - value).abs().max() <= 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("family", GRAPHED)
+@pytest.mark.parametrize(
+    "family",
+    [f if f in OFTEN else pytest.param(f, marks=pytest.mark.long) for f in GRAPHED],
+)
 def test_graphs_of_its_layers_are_eager_bit_for_bit(family):
     """Graphs of plain attention hold no cache, and the error of such a capture says so."""
     eager = trained(tiny(family, NAME, use_cache=False), contextlib.nullcontext)

@@ -171,7 +171,11 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(
+    "between",
+    [list(BETWEEN), *(pytest.param([each], marks=pytest.mark.long) for each in BETWEEN)],
+    ids=" ".join,
+)
 def test_what_happens_between_whole_steps_leaves_their_graph(between, tmp_path):
     runs = []
     for happens in (False, True):
@@ -191,8 +195,8 @@ def test_what_happens_between_whole_steps_leaves_their_graph(between, tmp_path):
         losses = []
         for shift in range(6):
             losses.append(whole(tokens().roll(shift, 1)).clone())
-            if happens:
-                BETWEEN[between](model, tmp_path)
+            for each in between if happens else ():
+                BETWEEN[each](model, tmp_path)
         assert whole.report().matched == 3
         runs.append([*losses, *(p.detach() for p in model.parameters())])
     assert all(map(torch.equal, *runs))

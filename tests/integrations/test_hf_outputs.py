@@ -157,7 +157,10 @@ def test_a_forward_that_raises_leaves_the_collector_as_it_was(monkeypatch):
     assert all(map(torch.equal, step_of(model, accelerated, 0, FLAGS[0]), expected))
 
 
-@pytest.mark.parametrize("flag", ["output_router_logits", "output_hidden_states"])
+@pytest.mark.parametrize(
+    "flag",
+    ["output_router_logits", pytest.param("output_hidden_states", marks=pytest.mark.long)],
+)
 def test_trainer_trains_to_the_end_with_the_flag_in_the_configuration(flag, tmp_path):
     runs = []
     for graphs in (False, True):

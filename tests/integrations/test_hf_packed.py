@@ -253,7 +253,7 @@ class Flattened(torch.utils.data.IterableDataset):
                 yield {"input_ids": piece.tolist()}
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", [pytest.param(False, marks=pytest.mark.long), True])
 def test_trainer_flattens_documents_and_replays_them(kernels, tmp_path):
     """``return_flash_attn_kwargs`` and ``return_seq_idx`` change in length and value."""
     pytest.importorskip("accelerate", reason="transformers' Trainer needs it")

@@ -11,7 +11,7 @@ import torch
 from moe_graphs.integrations.transformers import accelerate_model
 
 pytest.importorskip("transformers", reason="needs the extra hf")
-from grids import by_pairs
+from grids import by_turns
 from hf_families import implementation_of, loss_and_gradients, tiny, tokens
 
 OPTIONS = {"graphs": {}, "no graphs": {"graphs": False}, "whole steps": {"whole_steps": True}}
@@ -38,7 +38,7 @@ def step(model, accelerated):
 
 @pytest.mark.parametrize(
     ("copied", "options", "family", "lora"),
-    by_pairs(
+    by_turns(
         [copy.deepcopy, pickled], list(OPTIONS), ["qwen3_moe", "llama"], ["none", "first", "second"]
     ),
 )

@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra peft")
 import moe_graphs  # noqa: E402
-from grids import by_turns  # noqa: E402
+from grids import by_pairs, by_turns  # noqa: E402
 from hf_families import Texts, tiny, tokens  # noqa: E402
 from moe_graphs.integrations.transformers import (  # noqa: E402
     GraphCallback,
@@ -76,9 +76,9 @@ def check_equal(found, expected):
     assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["frozen", "LoRA"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "family", "lora"), by_pairs(list(FORMATS), list(FAMILIES), [False, True])
+)
 def test_losses_and_gradients_are_those_of_dequantised_weights(name, family, lora):
     expected, model = dequantized(built(family, lora), name), built(family, lora)
     quantize_experts(model, name)
@@ -331,7 +331,7 @@ def assigned(experts):
     [
         replaced,  # what loading assigns is replaced as well
         multiplied,
-        in_another_dtype,
+        pytest.param(in_another_dtype, marks=pytest.mark.long),
         pytest.param(assigned, marks=pytest.mark.long),
     ],
 )

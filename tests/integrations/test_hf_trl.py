@@ -35,6 +35,7 @@ def test_it_trains_saves_and_resumes_with_the_defaults_of_trl(tmp_path):
     assert "gradient_checkpointing" not in counted(again.report)
 
 
+@pytest.mark.long
 def test_without_the_callback_it_trains_alike_to_rounding(tmp_path):
     plain, ours = sft(tmp_path / "plain"), sft(tmp_path / "ours", GraphCallback())
     for one, other in zip(plain.logged, ours.logged, strict=True):
@@ -61,6 +62,7 @@ def test_without_checkpointing_layers_are_replayed_bit_for_bit(lora, tmp_path):
     assert report.shapes == 2
 
 
+@pytest.mark.long
 def test_batches_of_one_length_are_all_replayed_and_resumed(tmp_path):
     plain = sft(tmp_path / "plain", GraphCallback(graphs=False), **ONE_LENGTH)
     callback = GraphCallback()
@@ -76,9 +78,10 @@ def test_batches_of_one_length_are_all_replayed_and_resumed(tmp_path):
     "lora",
     [
         pytest.param("all-linear", id="all"),
-        pytest.param(ATTENTION, id="attention", marks=pytest.mark.long),
+        pytest.param(ATTENTION, id="attention"),
     ],
 )
+@pytest.mark.long
 def test_a_model_that_was_accelerated_before(lora, tmp_path):
     """LoRA then comes second; the callback marks the steps of the graphs that are there."""
     runs = []

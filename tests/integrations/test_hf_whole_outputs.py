@@ -14,7 +14,7 @@ from moe_graphs.integrations.transformers import accelerate_model
 pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from grids import by_turns
+from grids import by_turns, longer
 from hf_families import implementation_of, tiny, tokens
 
 STEPS = 6
@@ -55,7 +55,12 @@ def run(flags, *, whole, family="qwen3_moe", between=None):
 
 
 @pytest.mark.parametrize(
-    ("flags", "family"), by_turns(["+".join(each) for each in FLAGS], ["qwen3_moe", "mixtral"])
+    ("flags", "family"),
+    [
+        ("+".join(sum(FLAGS[:4], ())), "qwen3_moe"),
+        ("return_dict", "mixtral"),
+        *longer(by_turns(["+".join(each) for each in FLAGS], ["qwen3_moe", "mixtral"])),
+    ],
 )
 def test_a_flag_is_served_within_the_graph(flags, family):
     flags = tuple(filter(None, flags.split("+")))

@@ -32,7 +32,7 @@ import warnings
 import pytest
 import torch
 
-from grids import by_turns, grid
+from grids import by_turns, few, grid
 from lightning_pairs import (
     Halves,
     HalvesAfterBackward,
@@ -116,7 +116,7 @@ OF_THE_MODULE = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("make", "scheduled", "accumulated"), grid(OF_THE_MODULE, [True, False], [1, 3])
+    ("make", "scheduled", "accumulated"), few(grid(OF_THE_MODULE, [True, False], [1, 3]))
 )
 def test_hooks_of_the_module_do_what_they_do_without_graphs(
     tmp_path, device, make, scheduled, accumulated

@@ -201,6 +201,7 @@ def test_ranks_train_as_lightning_does(trained):
     assert sum(replayed for _, replayed, _ in first["full"]) == steps - 2 * len(first["full"])
 
 
+@pytest.mark.long
 def test_other_models_and_precisions(few):
     for found in few:
         (report,) = found.get("half") or found["language"]
@@ -213,6 +214,7 @@ def test_two_ranks_are_one_process_with_both_batches(trained, device):
         assert found["from one process"] < (1e-5 if device == "cpu" else 1e-3)
 
 
+@pytest.mark.long
 def test_a_batch_of_another_shape_on_one_rank(few):
     first, second = few
     eager = {"warmup": 2, "another_rank": 1}

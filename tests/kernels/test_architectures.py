@@ -6,6 +6,7 @@ compiler is that of `compiled.launch_compiler`.
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ pytest.importorskip("triton")
 
 import architecture_table
 from compiled import launch_compiler
-from grids import by_turns
+from grids import by_turns, longer
 from kernel_cases import kernel_cases
 from moe_graphs.kernels.gemm import heuristics, portable_pointer, portable_tma
 from moe_graphs.kernels.gemm import launch as gemm
@@ -55,13 +56,14 @@ def compiled(monkeypatch):
 
 
 def cases_by_architecture() -> list:
-    """All of them with `--long`; else each case for one architecture, by turns."""
-    found = []
-    for i, case in enumerate(CASES):
-        for j, number in enumerate(TABLE):
-            short = i % len(TABLE) == j
-            found.append(pytest.param(case, number, marks=() if short else pytest.mark.long))
-    return found
+    """All of them with `--long`; else the GEMMs and LARGEST for one architecture each, by turns.
+
+    GEMMs have variants and tiles by architecture. `test_compiled_ops.py` has the other kernels.
+    """
+    chosen = [case for case in CASES if case in LARGEST or case.startswith("grouped GEMM")]
+    turns = set(zip(chosen, itertools.cycle(TABLE), strict=False))
+    places = itertools.product(CASES, TABLE)
+    return [pytest.param(*p, marks=() if p in turns else pytest.mark.long) for p in places]
 
 
 def check(found: list, number: int, shared: int) -> None:
@@ -83,7 +85,8 @@ def test_every_kernel_is_compiled_for_every_architecture_and_fits(compiled, case
 @pytest.mark.parametrize(
     ("number", "case"),
     [
-        *by_turns(UNKNOWN, LARGEST),
+        (UNKNOWN[0], LARGEST[0]),
+        *longer(by_turns(UNKNOWN, LARGEST)),
         *(
             pytest.param(number, case, marks=pytest.mark.long)
             for number in UNKNOWN

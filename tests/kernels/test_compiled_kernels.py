@@ -215,7 +215,9 @@ def check_row_bounds(kernel: Compiled) -> None:
             assert {loop.start, loop.stop} <= set(outer.carried), loop
 
 
-@pytest.mark.parametrize("experts", [8, 128, 512, 1024])
+@pytest.mark.parametrize(
+    "experts", [8, 1024, *(pytest.param(n, marks=pytest.mark.long) for n in (128, 512))]
+)
 def test_work_lists_and_routing(compiled, experts):
     offsets = torch.zeros(experts, dtype=torch.int32)
     pairs = torch.zeros(16384, 8, dtype=torch.int64)

@@ -5,13 +5,15 @@ Fixture and checks are those of `test_compiled_kernels.py`.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from compiled import check, launch_compiler
-from grids import by_turns, few, grid
+from grids import by_turns, few, grid, longer
 from moe_graphs import kernels
 from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
@@ -57,13 +59,16 @@ def test_elementwise(compiled, dtype):
     few(
         grid(
             [
-                (128, 8, 1, 1),
-                (8, 2, 1, 1),
-                (256, 8, 8, 4),
                 (512, 32, 1, 1),
                 (100, 3, 4, 2),
-                (512, 8, 8, 4),
             ],
+            [False, True],
+            [(True, 0.01), (False, 0.0)],
+        )
+    )
+    + longer(
+        grid(
+            [(128, 8, 1, 1), (8, 2, 1, 1), (256, 8, 8, 4), (512, 8, 8, 4)],
             [False, True],
             [(True, 0.01), (False, 0.0)],
         )
@@ -125,7 +130,7 @@ def test_cross_entropy(compiled, vocabulary, dtype):
 
 @pytest.mark.parametrize(
     ("norm", "heads", "kv_heads", "size", "dtype"),
-    few(grid(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32])),
+    by_turns(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32]),
 )
 def test_heads(compiled, norm, heads, kv_heads, size, dtype):
     qkv = torch.empty(2, 64, (heads + 2 * kv_heads) * size, dtype=dtype)
@@ -172,7 +177,14 @@ def test_rotary(compiled, heads, kv_heads, size, columns, dtype):
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), by_turns([64, 77, 128, 2048, 2880, 4096, 7168, 8192], [FP32, BF16])
+    ("size", "dtype"),
+    [
+        *by_turns([77, 2880, 8192], [BF16, FP32]),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in itertools.product([64, 128, 2048, 4096, 7168], [BF16, FP32])
+        ),
+    ],
 )
 def test_rms_norm(compiled, size, dtype):
     x = torch.empty(64, size, dtype=dtype)
@@ -198,9 +210,12 @@ def test_rms_norm(compiled, size, dtype):
 
 @pytest.mark.parametrize(
     ("size", "dtype", "update_dtype", "weight_dtype"),
-    by_turns(
-        [77, 2048, 4096, 8192],
-        [(FP32, FP32, FP32), (BF16, BF16, BF16), (BF16, BF16, FP32), (FP32, BF16, FP32)],
+    by_turns([77, 8192], [(FP32, BF16, FP32), (BF16, BF16, BF16)])
+    + longer(
+        by_turns(
+            [77, 2048, 4096, 8192],
+            [(FP32, FP32, FP32), (BF16, BF16, BF16), (BF16, BF16, FP32), (FP32, BF16, FP32)],
+        )
     ),
 )
 def test_add_rms_norm(compiled, size, dtype, update_dtype, weight_dtype):

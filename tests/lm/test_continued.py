@@ -109,6 +109,7 @@ def on_ranks(rank: int, world_size: int, here: Path) -> list[float]:
     return losses_of(here, Workers.on(layout, torch.device("cpu")))
 
 
+@pytest.mark.long
 def test_ranks_go_on_with_a_checkpoint_of_which_each_has_read_its_part(here):
     alone = losses_of(here, None)
     assert alone[0] != alone[1]

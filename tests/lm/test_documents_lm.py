@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 from distributed import RANKS, run_distributed
+from grids import by_turns
 from lm_runs import SCOPES, advance, fresh_trainer, options, small_corpus
 from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
@@ -78,8 +79,7 @@ def test_losses_are_those_of_each_document_by_itself():
     assert across.history.loss[0].item() != trainer.history.loss[0].item()
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "microbatches"), by_turns(list(WAYS), [2, 1]))
 def test_graphs_serve_any_number_of_documents_bit_for_bit(way, microbatches):
     given = chosen(chance=True, microbatches=microbatches)
     eager = fresh_trainer(given)

@@ -163,6 +163,7 @@ def work(rank: int, world_size: int, text: Path, folder: Path) -> None:
             train(workers, options_of(*common, f"--{layout}", 2, *way, "--out", out), None)
 
 
+@pytest.mark.long
 def test_two_ranks_replay_without_a_flag_bitwise_as_eager(text, tmp_path):
     """Compares losses and parameters of the last step, for ``--ep 2`` and ``--dp-shard 2``."""
     run_distributed(work, 2, arguments=(text, tmp_path), timeout_seconds=200)

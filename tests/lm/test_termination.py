@@ -89,7 +89,8 @@ def terminated(run: Path, *arguments: object) -> tuple[int, str]:
 def check_goes_on_bitwise(text: Path, folder: Path, *layout: object) -> None:
     """Ends a run by SIGTERM, resumes it, and compares it with one that was not interrupted."""
     whole, ended = folder / "whole", folder / "ended"
-    code, said = terminated(ended, *COMMON, "--data", text, *layout)
+    end = terminated if layout else terminated_here
+    code, said = end(ended, *COMMON, "--data", text, *layout)
     assert code == 128 + signal.SIGTERM, said
     (line,) = [line for line in said.splitlines() if line.startswith("SIGTERM: ")]
     step = int(re.search(r"ended after step (\d+); its checkpoint is written", line)[1])

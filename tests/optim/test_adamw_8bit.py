@@ -233,7 +233,10 @@ def test_which_parameters_have_codes():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
-@pytest.mark.parametrize(("by_kernel", "skipped"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("by_kernel", "skipped"),
+    [(False, False), (True, True), pytest.param(False, True, marks=pytest.mark.long)],
+)
 def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_kernel, skipped):
     """Steps are scaled, clipped and skipped, also the first one."""
     if by_kernel:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from grids import by_turns
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
 from moe_graphs.kernels.adamw.reference import (
     adamw_update_reference,
@@ -279,7 +278,16 @@ def test_a_first_step_that_is_skipped_leaves_no_average():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: inf / inf
-@pytest.mark.parametrize(("by_kernel", "skipped"), by_turns([False, True], [False, True]))
+@pytest.mark.parametrize(
+    ("by_kernel", "skipped"),
+    [
+        (True, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((False, False), (False, True), (True, False))
+        ),
+    ],
+)
 def test_replays_are_eager_steps_with_new_bits_each(request, monkeypatch, by_kernel, skipped):
     """Replays are eager steps also if the first step is skipped."""
     if by_kernel:

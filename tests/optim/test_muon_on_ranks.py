@@ -84,7 +84,7 @@ def on_ranks(rank: int, world_size: int, device: str = "cpu") -> list[list[str]]
     return different
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_compute_what_one_process_does(ranks):
     assert run_distributed(on_ranks, ranks) == [[[], []]] * ranks
 

@@ -141,6 +141,7 @@ def test_evaluations_between_replays_see_the_new_parameters():
         assert all(a != b for a, b in itertools.pairwise(eager))
 
 
+@pytest.mark.long
 def test_losses_kept_and_evaluations_between_steps():
     """An evaluation leaves FSDP2 in another state than a step; audits run from the captured one."""
     found = run_distributed(keep_losses_and_evaluate, 2, "gloo", arguments=("cpu",))

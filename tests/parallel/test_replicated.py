@@ -85,9 +85,8 @@ def compare(rank: int, world_size: int, device: str, dispatchers: list[str], ste
             train(device, dispatcher, graphed, steps).assert_equal(expected)
 
 
-@pytest.mark.parametrize(
-    "dispatcher", ["all_gather", pytest.param("symmetric", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("dispatcher", ["all_gather", "symmetric"])
+@pytest.mark.long
 def test_graphed_is_eager_bit_for_bit(dispatcher):
     run_distributed(compare, 2, arguments=("cpu", [dispatcher], STEPS))
 

@@ -206,6 +206,7 @@ def compare_whole_graphs(rank: int, pp: int, name: str) -> tuple[dict[str, int],
     return report.eager_calls, told
 
 
+@pytest.mark.long
 def test_a_zero_bubble_schedule_without_split_backward_is_eager_and_told_once():
     _skip_if_nodes_are_lost()
     name = "InterleavedZeroBubble"

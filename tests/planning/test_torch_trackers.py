@@ -123,7 +123,7 @@ def test_autocast_keeps_what_is_planned():
         {},
         {"optimizer_state": "8bit"},
         {"optimizer_state": "bfloat16", "ema_decay": 0.9},
-        {"optimizer": "muon"},
+        pytest.param({"optimizer": "muon"}, marks=pytest.mark.long),
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "adamw",
 )

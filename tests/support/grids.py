@@ -39,6 +39,11 @@ def by_pairs(*axes: Sequence[Any]) -> list[Any]:
     return [_parameter(axes, c, () if c in chosen else pytest.mark.long) for c in combinations]
 
 
+def longer(places: Sequence[Any]) -> list[Any]:
+    """Parameters that are all marked `long`, besides their own marks."""
+    return [pytest.param(*place.values, marks=(*place.marks, pytest.mark.long)) for place in places]
+
+
 def few(places: Sequence[Any]) -> list[Any]:
     """Parameters of a ``grid``, of which `long` marks those without a value that is new."""
     found, had = [], set()

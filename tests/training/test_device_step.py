@@ -367,6 +367,7 @@ def step_together(rank: int, world_size: int, device: str) -> list:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+@pytest.mark.long
 def test_ranks_skip_together_and_share_the_norm_of_their_shards(backend):
     device = "cuda" if backend == "nccl" else "cpu"
     results = run_distributed(step_together, 2, backend, arguments=(device,))

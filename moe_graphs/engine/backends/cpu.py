@@ -9,7 +9,6 @@ memory pool (every intermediate keeps its own memory), and it gains no speed.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,17 +17,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
-from moe_graphs.engine.guards.bytecode_names import unwatched
 from moe_graphs.engine.tensors import (
     arrived,
     communicates,
+    detached,
+    namespace_of,
     noting_resizes,
+    per_operation,
     returns_work,
     sends,
     tensor_leaves,
     wait,
 )
-from moe_graphs.engine.tracing import DispatchMode
+from moe_graphs.engine.tracing import DispatchMode, listeners
 from moe_graphs.errors import CaptureError
 
 _Call = tuple[tuple[bool, bool], Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor], bool]
@@ -130,17 +131,17 @@ class _Recorder(DispatchMode):
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
-        if _is_view(func) or func.namespace == "profiler":
+        if _is_view(func) or namespace_of(func) == "profiler":
             return out  # a view of static memory needs no call in a replay
         # Arguments are detached: the tape must hold neither the autograd graph nor its saved
         # tensors.
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        args, kwargs = detached((args, kwargs))
         outputs = [t.detach() for t in tensor_leaves(out)]
         self.tape.calls.append((_modes(), func, args, kwargs, outputs, returns_work(func)))
         return out
 
 
-@functools.cache
+@per_operation
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(
@@ -148,28 +149,22 @@ def _is_view(func: Any) -> bool:
     )
 
 
-class StorageMeter(MemoryMeter, DispatchMode):
-    """Follows the storages of what operations return; allocations inside of one are not seen."""
+class StorageMeter(MemoryMeter):
+    """Follows the storages of what the operations of trial runs return.
+
+    Allocations inside of an operation are not seen.
+    """
 
     _peak: int
     _at_most: int
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.restart()
-
     def __enter__(self) -> StorageMeter:
         self.restart()
-        return DispatchMode.__enter__(self)
+        listeners.append(self._note)
+        return self
 
     def __exit__(self, *exception: object) -> None:
-        DispatchMode.__exit__(self, *exception)
-
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        with unwatched():
-            self._note((args, kwargs), out)
-        return out
+        listeners.remove(self._note)
 
     def _note(self, given: Any, out: Any) -> None:
         known = {tensor.untyped_storage()._cdata for tensor in tensor_leaves(given)}

@@ -23,8 +23,9 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -83,6 +84,7 @@ _COMPARED = {
 # Transformer Engine updates scales at the end of its autocast, and decides at its beginning which
 # module is first.
 _ENTERS_FP8 = ("fp8_autocast_enter", "autocast_enter")
+_BY_ARGUMENTS = ("seed", *_ENTERS_FP8)  # functions that are impure by their arguments
 FP8 = "Transformer Engine's autocast"
 _CHECKPOINT = "Transformer Engine's checkpoint"
 # Under a dispatch mode dynamo leaves a function uncompiled for good, and uncompiled code rounds in
@@ -219,7 +221,11 @@ def _found(impure_calls: dict[str, frozenset[str]], module: str, name: str) -> s
 
 # ---- names that were read
 
-_ENGINE = str(pathlib.Path(__file__).parents[1])
+# Files whose functions are not noted. Every operation under a dispatch mode asks torch's registry.
+_NOT_NOTED = (
+    str(pathlib.Path(__file__).parents[1]),
+    str(pathlib.Path(torch.__file__).parent / "_library" / "simple_registry.py"),
+)
 # Functions that set the state of a random number generator or ask for its seed; a replay would not
 # do it again.
 _SEEDING = {
@@ -242,6 +248,7 @@ _OF_OWNERS = {
 }  # they find the object of an attribute
 _TEMPLATES = {"format", "format_map", "attrgetter", "methodcaller"}  # their strings contain names
 _JOIN = {"join", "format"}  # they put names together
+_CONTEXT = torch._C._FunctionBase  # what autograd functions call ``ctx``
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # Functions and attributes that hand out all attributes of an object, whatever their names.
 _WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", "dir", "getmembers",
@@ -251,6 +258,45 @@ _WHOLE = {"vars", "__dict__", "asdict", "astuple", "fields", "model_dump", "dir"
 _OF_NAMESPACES = {"vars", "__dict__", "dir", "getmembers"}
 # Functions that look up an attribute whose name may be data.
 _BY_DATA = {"getattr", "hasattr", "attrgetter", "methodcaller", "__getattribute__"}
+
+
+@dataclass(slots=True)
+class _CalledCode:
+    """Facts of code that are the same at all of its calls.
+
+    Where dynamo waits for a function of the user's, it would compile one of the engine's that names
+    torch, or gets a tensor, or a tuple or dictionary with one, as globals are.
+
+    Attributes:
+        origin: as of ``origin_of_code``, once the code has called a function in C.
+        matters: whether its calls are noted: it is neither the engine's nor the body of a module.
+        loads_modules: whether it is Python's own code that loads a module.
+        may_be_impure: whether ``of_python`` may name its calls.
+        first: the name of its first argument, or None.
+        acts: whether anything is to be done at a further call.
+    """
+
+    code: types.CodeType  # kept alive, so that its id stays its own
+    globals_: dict[str, Any]
+    matters: bool = False
+    loads_modules: bool = False
+    may_be_impure: bool = False
+    first: str | None = None
+    acts: bool = False
+    origin: str | None = None
+
+    @classmethod
+    def of(cls, frame: types.FrameType) -> _CalledCode:
+        code, globals_ = frame.f_code, frame.f_globals
+        if code.co_name == "_find_and_load" and "<frozen" in code.co_filename:
+            return cls(code, globals_, loads_modules=True, acts=True)
+        if code.co_filename.startswith(_NOT_NOTED) or code.co_name == "<module>":
+            return cls(code, globals_)
+        may_be_impure = code.co_name in _BY_ARGUMENTS or code in _COMPARED
+        may_be_impure = may_be_impure or of_python(frame, of_the_user=True) is not None
+        first = code.co_varnames[0] if code.co_argcount else None
+        acts = may_be_impure or first is not None
+        return cls(code, globals_, True, False, may_be_impure, first, acts)
 
 
 class AccessedNames:
@@ -295,6 +341,7 @@ class AccessedNames:
         self._seen: dict[int, weakref.ref[Any] | None] = {}
         self._may_have_state = functools.cache(_may_have_state)  # a block makes some thousand calls
         self._import: types.FrameType | None = None
+        self._known: dict[int, _CalledCode] = {}
 
     def __enter__(self) -> AccessedNames:
         # Dispatch modes and optimizers import it with their first operation, and that import must
@@ -318,6 +365,7 @@ class AccessedNames:
         alive = (reference() for reference in self._seen.values() if reference is not None)
         self.owners = {id(owner): owner for owner in alive if owner is not None}
         self._seen.clear()
+        self._known.clear()
 
     @classmethod
     def before_running(
@@ -490,45 +538,59 @@ class AccessedNames:
             self.values |= _values_of(code)
 
     def _note(self, frame: types.FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if self._is_import(frame, event):
+        if event == "c_return" or event == "c_exception":
             return
+        if self._import is not None:  # finders and bodies of modules run once, and are not reads
+            if event == "return" and self._import is frame:
+                self._import = None
+            return
+        if event == "return":
+            return
+        known = self._known.get(id(frame.f_code))
+        if known is None or known.globals_ is not frame.f_globals:
+            known = _CalledCode.of(frame)
+            if event == "call":
+                self._known[id(frame.f_code)] = known
+                if known.matters:
+                    self.code.setdefault(frame.f_code, frame.f_globals)
         if event == "c_call":
-            if origin_of_code(code, frame.f_globals) == "own":
-                self._open(_unless_in_an_operation(of_c(argument), frame))
-                self.given.update(names_looked_up(argument, frame))
-            elif argument is os.urandom and _is_asked_by_the_user(frame):
-                self._open(f"{_UNSEEDED}{argument.__name__}")
-        if event != "call" or code.co_filename.startswith(_ENGINE) or code.co_name == "<module>":
+            self._note_call_of_c(frame, argument, known)
+        elif known.acts:
+            self._note_call(frame, known)
+
+    def _note_call_of_c(self, frame: types.FrameType, function: Any, known: _CalledCode) -> None:
+        if known.origin is None:
+            known.origin = origin_of_code(known.code, known.globals_)
+        if known.origin == "own":
+            self._open(_unless_in_an_operation(of_c(function), frame))
+            self.given.update(names_looked_up(function, frame))
+        elif function is os.urandom and _is_asked_by_the_user(frame):
+            self._open(f"{_UNSEEDED}{function.__name__}")
+
+    def _note_call(self, frame: types.FrameType, known: _CalledCode) -> None:
+        if known.loads_modules:
+            self._import = frame
+        if known.may_be_impure:
+            self._note_impure(frame)
+        if known.first is None:
             return
-        self.code.setdefault(code, frame.f_globals)
-        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
-        of_the_user = origin_of(caller) == "own"
-        self._open(of_python(frame, of_the_user=of_the_user))
-        if of_the_user and code in _COMPARED:
-            self._note_question(frame)
-        if not code.co_argcount:
-            return
-        owner = frame.f_locals.get(code.co_varnames[0])
-        if isinstance(owner, torch._C._FunctionBase):
-            self._note_context(owner)
+        owner = frame.f_locals.get(known.first)
         kind: type = type(owner)
         if id(owner) in self._seen or not self._may_have_state(kind):
+            if issubclass(kind, _CONTEXT):
+                self._note_context(owner)
             return
         # Objects that are made inside the block are no inputs of it.
-        is_made_here = code.co_name in _CONSTRUCTORS
+        is_made_here = frame.f_code.co_name in _CONSTRUCTORS
         with contextlib.suppress(TypeError):  # without weak references it is found by name
             self._seen[id(owner)] = None if is_made_here else weakref.ref(owner)
 
-    def _is_import(self, frame: types.FrameType, event: str) -> bool:
-        """Whether a module is loaded: finders and its body run once, and are not reads."""
-        if self._import is None and event == "call":
-            if frame.f_code.co_name == "_find_and_load" and "<frozen" in frame.f_code.co_filename:
-                self._import = frame
-        elif self._import is frame and event == "return":
-            self._import = None
-            return True
-        return self._import is not None
+    def _note_impure(self, frame: types.FrameType) -> None:
+        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else "?"
+        of_the_user = origin_of(caller) == "own"
+        self._open(of_python(frame, of_the_user=of_the_user))
+        if of_the_user and frame.f_code in _COMPARED:
+            self._note_question(frame)
 
     def _note_context(self, context: Any) -> None:
         for name, value in vars(context).items():
@@ -597,11 +659,16 @@ class unwatched:
 
     __slots__ = ("_profiler",)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._profiler = sys.getprofile()
         sys.setprofile(None)
+        return self
 
     def __exit__(self, *exception: object) -> None:
+        _profile_again(self._profiler)
+
+    def end(self) -> None:
+        """Watches again before the context ends."""
         _profile_again(self._profiler)
 
 

@@ -17,6 +17,7 @@ from moe_graphs.engine.partial.plan import (
     PlannedChunk,
     memory_plan,
 )
+from moe_graphs.engine.tracing import Trace
 from training_runs import DEVICES, loss_of, microbatches, tiny_model
 
 KIB = 1024
@@ -79,7 +80,7 @@ def test_totals_and_table():
 def test_the_meter_counts_what_is_alive_and_the_peak(device):
     x = torch.zeros(256, device=device)
     meter = backend_for([x]).meter()
-    with meter:
+    with meter, Trace(x.device, [x]):  # it is told of the operations of trial runs
         y = x + 1
         z = (y * 2).sum()
         y.mul_(3)

@@ -124,11 +124,10 @@ def test_audited_calls_recompute_as_well(device):
 @pytest.mark.parametrize(
     "names",
     [
-        "full",
         "attn,moe_router,moe_preprocess",
         *(
             pytest.param(n, marks=pytest.mark.long)
-            for n in ("attn", "attn,moe", "moe_router,moe_preprocess")
+            for n in ("full", "attn", "attn,moe", "moe_router,moe_preprocess")
         ),
     ],
 )

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_scripts import TRAINING
 from distributed import RANKS, run_distributed
 from full_iterations import batches, optimizer_of
-from grids import by_turns
+from grids import by_turns, longer
 from moe_graphs import CaptureError, GraphError
 from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.capture_step import StepVerification
@@ -90,7 +90,16 @@ def compare(rank: int, world_size: int, device: str, steps: int, inside: bool, o
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("inside", "as_view"), by_turns([True, False], [True, False]))
+@pytest.mark.parametrize(
+    ("inside", "as_view"),
+    [
+        (True, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [(True, False), (False, True), (False, False)]
+        ),
+    ],
+)
 def test_ranks_are_bitwise_eager(backend, inside, as_view):
     arguments = (device_of(backend), 8, inside, {"gradient_as_bucket_view": as_view})
     ends = run_distributed(compare, RANKS, backend, arguments=arguments)
@@ -127,7 +136,13 @@ def audit(rank: int, world_size: int, device: str, options: dict, every: int) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("every", "as_view"), by_turns([1, 5, 10_000], [True, False]))
+@pytest.mark.parametrize(
+    ("every", "as_view"),
+    [
+        (10_000, False),
+        *longer(by_turns([10_000, 5, 1], [True, False])),
+    ],
+)
 def test_ranks_audit_the_same_steps_and_find_nothing(backend, every, as_view):
     options = {"gradient_as_bucket_view": as_view}
     first, *others = run_distributed(

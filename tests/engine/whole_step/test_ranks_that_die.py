@@ -70,10 +70,9 @@ LAST = {"in the warm-up": (2, 0), "between replays": (6, 3)}
 QUICK = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
 
 
-@pytest.mark.parametrize(
-    "when", [pytest.param("in the warm-up", marks=pytest.mark.long), "between replays"]
-)
+@pytest.mark.parametrize("when", ["in the warm-up", "between replays"])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.long
 def test_the_others_end_with_an_error(backend, when, tmp_path):
     last, replayed = LAST[when]
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
