@@ -148,28 +148,23 @@ def fp8_weighted_swiglu_backward_kernel(
 @triton.jit
 def fp8_weights_kernel(
     w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr, M, N,
-    LYING: tl.constexpr, FLIPPED: tl.constexpr, POWERS: tl.constexpr, LINES: tl.constexpr,
+    LYING: tl.constexpr, FLIPPED: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
     """One block of one expert, as it lies, transposed, or both. Grid (N / BLOCK, M / BLOCK, E)."""
     e = tl.program_id(2).to(tl.int64)
     m, n = tl.program_id(1), tl.program_id(0)
-    lane, line = tl.arange(0, BLOCK), tl.arange(0, LINES)
-    start = e * M * N + tl.cast(m, tl.int64) * BLOCK * N + n * BLOCK
-    at = start + lane[:, None].to(tl.int64) * N + lane[None, :]
+    lane = tl.arange(0, BLOCK)
+    at = e * M * N + (m * BLOCK + lane)[:, None].to(tl.int64) * N + (n * BLOCK + lane)[None, :]
     w = tl.load(w_ptr + at).to(tl.float32)
     factor, scale = factor_and_scale(tl.max(tl.max(tl.abs(w), 1), 0), POWERS)
+    codes = (w * factor).to(tl.float8e4nv)
     if LYING:
+        tl.store(codes_ptr + at, codes)
         tl.store(scales_ptr + (e * (M // BLOCK) + m) * (N // BLOCK) + n, scale)
     if FLIPPED:
+        at = e * M * N + (n * BLOCK + lane)[:, None].to(tl.int64) * M + (m * BLOCK + lane)[None, :]
+        tl.store(flipped_ptr + at, tl.trans(codes))
         tl.store(flipped_scales_ptr + (e * (N // BLOCK) + n) * (M // BLOCK) + m, scale)
-    for first in range(0, BLOCK, LINES):  # again, from the cache, so that few registers are needed
-        part = start + (first + line)[:, None].to(tl.int64) * N + lane[None, :]
-        codes = (tl.load(w_ptr + part).to(tl.float32) * factor).to(tl.float8e4nv)
-        if LYING:
-            tl.store(codes_ptr + part, codes)
-        if FLIPPED:
-            to = e * M * N + (n * BLOCK + lane)[:, None].to(tl.int64) * M
-            tl.store(flipped_ptr + to + (m * BLOCK + first + line)[None, :], tl.trans(codes))
 
 
 @define_op(device="default")
@@ -269,7 +264,7 @@ def fp8_weights(
     made = _codes_of_weights(w_EMN, lying, flipped)
     if w_EMN.numel():
         experts, M, N = w_EMN.shape
-        kind = {"LYING": lying, "FLIPPED": flipped, "POWERS": powers, "LINES": 64, "num_warps": 8}
+        kind = {"LYING": lying, "FLIPPED": flipped, "POWERS": powers, "num_warps": 8}
         grid = (N // BLOCK.value, M // BLOCK.value, experts)
         _launch(fp8_weights_kernel, grid, (w_EMN, *made, M, N), **kind)
     return made

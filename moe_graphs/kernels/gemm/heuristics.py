@@ -70,7 +70,7 @@ def row_variant(name: str, columns: int, gpu: Architecture = HOPPER) -> Variant:
         replace(cooperative, partial_sums=True, adds_beside=True),
         replace(pingpong, adds_beside=True),
         Variant("gather", "sm90_rows", 128, n, 64, 4 if wide else 5, pieces=2 if wide else 1),
-        Variant("fp8", "sm90_fp8", 128, n, 128, 4 if wide else 6),
+        Variant("fp8", "sm90_fp8", 128, n, 128, 4 if wide else 6, pingpong=wide),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8),
         pointer,
         replace(pointer, name="fp32", warps=8),
