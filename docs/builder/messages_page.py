@@ -1,0 +1,134 @@
+"""The page of messages: reasons for eager calls, and every error and warning of the package."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_tables import cell, code, table
+from moe_graphs.engine.reasons import COPIED_GRADIENTS, EAGER_CALLS, Reason
+from repository import ROOT
+
+PLACE = "messages.md"
+HEAD = """# Messages
+
+This page is written from the code when the site is built. Search it for the words of a message;
+`{...}` stands for a value that the message names.
+
+## Reasons for eager calls
+
+A call that is not replayed runs eagerly, and the report counts it under one of these words.
+`backward:` before a word means that the backward ran eagerly behind a replayed forward. "Warns at"
+is the number of the call of a scope that warns ([why a call runs
+eagerly](guide.md#why-a-call-runs-eagerly)).
+
+"""
+COPIES = """## Reasons for copied gradients
+
+A gradient of a weight is copied to become `.grad`, which takes memory and little time.
+
+"""
+ERRORS = """## Errors and warnings
+
+All messages that the package raises or warns with, by folder.
+
+"""
+# Exceptions that no user sees, because the package catches them itself.
+INSIDE = {"AssertionError", "CaptureInterrupt", "NotImplementedError", "StopIteration"}
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """A message of the sources, with the name of its class and its place."""
+
+    text: str
+    kind: str
+    file: str
+    line: int
+
+
+def text() -> str:
+    """Text of the page."""
+    copies = [
+        [code(word), each.explanation, each.remedy] for word, each in COPIED_GRADIENTS.items()
+    ]
+    found = [message for file in _sources() for message in messages_of(file)]
+    return (
+        HEAD
+        + _reasons(EAGER_CALLS)
+        + COPIES
+        + table(["reason", "what has happened", "what to do"], copies)
+        + ERRORS
+        + _by_folder(found)
+    )
+
+
+def _reasons(reasons: Mapping[str, Reason]) -> str:
+    head = ["reason", "what has happened", "what to do", "warns at"]
+    rows = [
+        [f"{code(word)}{{ #{word} }}", each.explanation, each.remedy, each.warns_at]
+        for word, each in reasons.items()
+    ]
+    return table(head, rows)
+
+
+def _sources() -> list[Path]:
+    return sorted((ROOT / "moe_graphs").rglob("*.py"))
+
+
+def _by_folder(found: list[Message]) -> str:
+    folders = defaultdict(list)
+    for message in found:
+        folders[str(Path(message.file).parent)].append(message)
+    text = ""
+    for folder, messages in sorted(folders.items()):
+        rows = [[code(cell(m.text)), m.kind, code(f"{Path(m.file).name}:{m.line}")]
+                for m in sorted(messages)]  # fmt: skip
+        text += f"### {folder}\n\n" + table(["message", "class", "where"], rows)
+    return text
+
+
+def messages_of(file: Path) -> Iterator[Message]:
+    """Messages of errors that a file raises, of warnings, and of functions that make a text."""
+    tree = ast.parse(file.read_text())
+    made = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        kind, value = _said(node)
+        if value is None or kind in INSIDE:
+            continue
+        if isinstance(value, ast.Call):  # of a function of this file that returns the text
+            maker = made.get(getattr(value.func, "attr", getattr(value.func, "id", "")))
+            values = (
+                [n.value for n in ast.walk(maker) if isinstance(n, ast.Return)] if maker else []
+            )
+        else:
+            values = [value]
+        for each in values:
+            if text := template(each):
+                yield Message(text, kind, str(file.relative_to(ROOT)), each.lineno)
+
+
+def _said(node: ast.AST) -> tuple[str, ast.expr | None]:
+    """Class and message of an error that is raised, or of a warning."""
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+        return ast.unparse(node.exc.func), node.exc.args[0]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+        kinds = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "category")]
+        return ast.unparse(kinds[0]) if kinds else "UserWarning", node.args[0]
+    return "", None
+
+
+def template(value: ast.expr | None) -> str:
+    """The text of a message with the names of its values in braces; empty if it is no text."""
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        return value.value
+    if isinstance(value, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+            for part in value.values
+            if isinstance(part, ast.Constant | ast.FormattedValue)
+        )
+    return ""
