@@ -86,8 +86,16 @@ def _module(module: str, names: Iterable[str], level: int = 1) -> str:
         if module != "moe_graphs" and name in moe_graphs.__all__:
             text += f"`{name}`: see [moe_graphs](moe_graphs.md#moe_graphs.{name}).\n\n"
         else:
-            text += f"::: {module}.{name}\n    options: {{heading_level: {level + 1}}}\n\n"
+            text += _entry(module, name, level + 1)
     return text
+
+
+def _entry(module: str, name: str, level: int) -> str:
+    """A name's entry; where a module has the same name, that of the name in this module."""
+    path, mark = f"{module}.{name}", ""
+    if _source(path).exists():
+        path, mark = f"{path}.{name}", f'<a id="{path}"></a>\n\n'
+    return f"{mark}::: {path}\n    options: {{heading_level: {level}}}\n\n"
 
 
 def _said(text: str) -> str:

@@ -1,11 +1,13 @@
 """An extension of griffe, which reads docstrings for the API.
 
 Docstrings are written to be read in the sources. Two of their habits are not Google's style: code
-is announced by ``::``, and parameters with the same meaning share an entry.
+is announced by ``::``, and parameters with the same meaning share an entry. Fields that are options
+of the command have their documentation in the call that makes them.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -19,6 +21,15 @@ class HouseStyle(griffe.Extension):
         """Change the docstring of a module, class, function or attribute."""
         if obj.docstring:
             obj.docstring.value = google_style(obj.docstring.value)
+
+    def on_attribute_instance(self, *, node: ast.AST, attr: griffe.Attribute, **_: Any) -> None:
+        """Give a field that is an option its default, and its words as the docstring."""
+        made = getattr(node, "value", None)
+        if isinstance(made, ast.Call) and ast.unparse(made.func) in ("option", "_degree"):
+            match made.args:
+                case [*default, ast.Constant(value=str(words))] if words:
+                    attr.value = ast.unparse(default[0]) if default else "1"
+                    attr.docstring = griffe.Docstring(words, parent=attr)
 
 
 def google_style(docstring: str) -> str:
