@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,11 +34,17 @@ A gradient of a weight is copied to become `.grad`, which takes memory and littl
 """
 ERRORS = """## Errors and warnings
 
-All messages that the package raises or warns with, by folder.
+All messages that the package raises or warns with, by folder. "A part" is a text that a message or
+a report is put together from, such as the cause of a refusal and its remedy.
 
 """
 # Exceptions that no user sees, because the package catches them itself.
 INSIDE = {"AssertionError", "CaptureInterrupt", "NotImplementedError", "StopIteration"}
+PART = "a part"
+# Files whose other texts are what commands print, or words of the reports.
+OUTPUT = re.compile(
+    r"bench/|(command|table|tables|picture|options|layout|trainer|run|reasons)\.py$"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -92,23 +99,26 @@ def _by_folder(found: list[Message]) -> str:
 
 
 def messages_of(file: Path) -> Iterator[Message]:
-    """Messages of errors that a file raises, of warnings, and of functions that make a text."""
+    """Messages of a file's errors and warnings, and texts with a remedy behind a colon."""
     tree = ast.parse(file.read_text())
-    made = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(tree):
-        kind, value = _said(node)
-        if value is None or kind in INSIDE:
-            continue
-        if isinstance(value, ast.Call):  # of a function of this file that returns the text
-            maker = made.get(getattr(value.func, "attr", getattr(value.func, "id", "")))
-            values = (
-                [n.value for n in ast.walk(maker) if isinstance(n, ast.Return)] if maker else []
-            )
-        else:
-            values = [value]
-        for each in values:
-            if text := template(each):
-                yield Message(text, kind, str(file.relative_to(ROOT)), each.lineno)
+    kinds = {id(value): kind for kind, value in map(_said, ast.walk(tree)) if value is not None}
+    for value in _texts(tree):
+        kind, text = kinds.get(id(value), PART), template(value)
+        is_part = ": " in text and len(text.split()) > 6 and not OUTPUT.search(str(file))
+        if kind not in INSIDE and (kind != PART or is_part):
+            yield Message(text, kind, str(file.relative_to(ROOT)), value.lineno)
+
+
+def _texts(tree: ast.Module) -> Iterator[ast.expr]:
+    """Texts of a file, but for docstrings and parts of other texts."""
+    nodes = [*ast.walk(tree)]
+    others = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    others |= {
+        id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values
+    }
+    for node in nodes:
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in others:
+            yield node
 
 
 def _said(node: ast.AST) -> tuple[str, ast.expr | None]:
