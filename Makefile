@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A file of versions to install no others than; empty takes the newest.
 CONSTRAINTS ?=
+EXTRAS ?= dev,docs
 # Each worker of `make test-gpu` takes some 4 GiB of the GPU's memory.
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 12
@@ -18,7 +19,7 @@ RECORD ?= docs/development/suite_runs.jsonl
 # Workers, ranks and runs of the command import the same files: they keep the bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest test-gpu lint format clean
+.PHONY: train test test-all test-oldest test-gpu lint format docs clean
 
 train: $(STAMP)
 	$(BIN)/moe-graphs train $(ARGS)
@@ -36,7 +37,7 @@ OLDEST := tests/integrations/test_hf_callback.py tests/integrations/test_hf_outp
   tests/integrations/test_hf_peft_linear.py \
   tests/integrations/test_hf_pickled.py tests/integrations/test_hf_trl.py
 test-oldest:
-	$(MAKE) VENV=$(VENV)-oldest CONSTRAINTS=tests/oldest.txt $(VENV)-oldest/.installed
+	$(MAKE) VENV=$(VENV)-oldest CONSTRAINTS=tests/oldest.txt EXTRAS=dev $(VENV)-oldest/.installed
 	$(VENV)-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLDEST) $(ARGS)
 
 # Every test that needs a GPU, with whichever extras are installed; tests of several GPUs wait for them.
@@ -54,14 +55,18 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation into `site/`, with every warning an error; `make docs ARGS=serve` shows it and follows changes.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs $(if $(filter serve,$(ARGS)),,build --strict) $(ARGS)
+
 # torch first, by itself: the pin decides which build is taken, everything else accepts it.
 $(STAMP): pyproject.toml Makefile $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install --quiet "$(TRITON)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]" $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]" $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest runs .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV)-oldest runs site .pytest_cache .ruff_cache .mypy_cache

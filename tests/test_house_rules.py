@@ -198,7 +198,7 @@ def needed_by(file: Path, modules: dict[str, Path]) -> set[str]:
 
 def test_docstrings_and_comments_begin_with_a_phrase_that_stands_by_itself():
     root = PACKAGE.parent
-    folders = ("benchmarks", "examples", "moe_graphs", "tests")
+    folders = ("benchmarks", "docs", "examples", "moe_graphs", "tests")
     files = sorted(file for folder in folders for file in (root / folder).rglob("*.py"))
     assert not [line for file in files for line in fragments_of(file)]
 

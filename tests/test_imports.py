@@ -21,7 +21,8 @@ WHERE_INSTALLED = {"grouped_gemm", "transformer_engine"}
 # Come with lightning, torch and megablocks.
 WITH_ANOTHER = {"pytorch_lightning", "cuda", "stk"}
 # Run by make or by a test, or imported by transformers' Trainer (accelerate), by nobody else.
-RUN_ONLY = {"accelerate", "hatchling", "mypy", "pytest-xdist", "ruff"}
+RUN_ONLY = {"accelerate", "hatchling", "mkdocs-material", "mkdocstrings", "mypy", "pytest-xdist"}
+RUN_ONLY |= {"ruff"}
 # A child of its own for each, after what takes long to import and is not ours.
 EACH_ALONE = """
 import contextlib, importlib, json, os, sys

@@ -1,4 +1,7 @@
-"""The wheel has all of the package and nothing else, and works where the repository is not."""
+"""The wheel has all of the package and nothing else, and works where the repository is not.
+
+The source distribution makes the same wheel.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from email.message import Message
@@ -58,13 +62,16 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built in this environment: pip would fetch the backend for one of its own."""
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=ROOT)
+def build(kind: str, folder: Path, project: Path = ROOT) -> Path:
+    """Build in this environment: pip would fetch the backend for one of its own."""
+    run(sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", folder, cwd=project)
     (built,) = folder.iterdir()
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +115,18 @@ def test_it_holds_the_package_and_nothing_else(wheel):
     assert {name: dict(entries[name]) for name in entries.sections()} == {
         "console_scripts": {"moe-graphs": "moe_graphs.cli:main"}
     }
+
+
+def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path):
+    with tarfile.open(build("sdist", tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert (unpacked / "tests" / "conftest.py").is_file()
+    again = build("wheel", tmp_path / "wheel", unpacked)
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(again) as its:
+        assert {name: ours.read(name) for name in ours.namelist()} == {
+            name: its.read(name) for name in its.namelist()
+        }
 
 
 def test_its_metadata_are_the_projects(wheel):

@@ -37,6 +37,7 @@ class Architecture:
         gemms: variants of the grouped GEMM that run there (`gemm.heuristics`), the preferred first.
         tile: the preferred variant's, where it differs from the one in `gemm.heuristics`.
         known: False for an architecture without a row, which gets the portable kernels.
+        ran: whether kernels have run there. Elsewhere they are compiled, and fit.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Architecture:
     gemms: tuple[str, ...]
     tile: Tile | None = None
     known: bool = True
+    ran: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ TABLE = {
         Architecture(80, "A100, A30", 166_912, _POINTER, Tile(128, 128, 64, 3, 8)),
         Architecture(86, "A40, RTX 3090", 101_376, _POINTER, Tile(128, 128, 32, 3, 8)),
         Architecture(89, "L40S, RTX 4090", 101_376, _POINTER, Tile(128, 128, 32, 3, 8)),
-        Architecture(90, "H100, H200", 232_448, _GLUON),
+        Architecture(90, "H100, H200", 232_448, _GLUON, ran=True),
         Architecture(100, "B200", 232_448, _TMA),
         Architecture(103, "B300", 232_448, _TMA),
         Architecture(120, "RTX 5090, RTX PRO 6000", 101_376, _TMA, Tile(128, 128, 64, 3, 8)),

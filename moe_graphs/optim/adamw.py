@@ -70,8 +70,8 @@ class AdamW(torch.optim.AdamW):
             torch's AdamW, load them first into one of ours with another dtype and save its state.
         stochastic_rounding: round bf16 parameters and states up or down at random, so that they
             are right on average. fp16 and fp32 are rounded to the nearest as usual.
-        seed: seed of stochastic rounding, from 0 to 2**64 - 1, the same on all ranks. It is saved
-            and loaded with the group's options, so that a run goes on with the same bits.
+        seed: seed of stochastic rounding, from 0 to ``2**64 - 1``, the same on all ranks. It is
+            saved and loaded with the group's options, so that a run goes on with the same bits.
         ema_decay: keep an average of each parameter as the state ``ema``, in fp32: after each step
             it becomes ``ema_decay * ema + (1 - ema_decay) * parameter``, starting with the result
             of the first step. If a loaded state has no ``ema``, the average starts from the

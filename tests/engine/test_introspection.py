@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 import types
+import typing
 
 import hypothesis
 import pytest
@@ -52,6 +53,12 @@ def test_a_torch_that_was_built_where_its_sources_are_is_torch(tmp_path, monkeyp
 )
 def test_the_origin_of_code(file, origin):
     assert introspection.origin_of(file) == origin
+
+
+@pytest.mark.parametrize("kind", [typing.TypeVar, typing.ParamSpec, typing.TypeVarTuple])
+def test_type_variables_have_no_state(kind):
+    """Python 3.12 has them in C. Modules of einops have some, and so have modules of users."""
+    assert introspection.is_without_state(kind)
 
 
 def test_generated_code_has_the_origin_of_its_module():

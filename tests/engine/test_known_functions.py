@@ -197,7 +197,10 @@ UNKNOWN = {
     "the process": ("__import__('os').getpid()", "posix.getpid"),
     "a hash": ("hash(x)", "builtins.hash"),
     "a lock": ("s.lock.locked()", "lock.locked"),
-    "an arithmetic context": ("__import__('decimal').getcontext().prec", "decimal.getcontext"),
+    "an arithmetic context": (
+        "__import__('decimal').getcontext().prec",
+        f"{decimal.getcontext.__module__}.getcontext",  # `_decimal` from Python 3.13 on
+    ),
 }
 
 

@@ -23,8 +23,6 @@ from moe_graphs.kernels.gpu_architectures import TABLE
 ROOT = Path(__file__).resolve().parents[2]
 LINES = ROOT / "docs" / "development" / "architectures.jsonl"
 PAGE = LINES.with_suffix(".md")
-# The GPUs that kernels have run on, by architecture.
-RAN = {90: "H100 and H200"}
 HEAD = """# Kernels on seven GPU architectures
 
 Every kernel is compiled ahead of time for every architecture in the table of
@@ -98,7 +96,7 @@ def _overview(found: dict[tuple[str, int], dict[str, list[int]]], versions: list
         if t is not None:
             tile = f"{t.block_m}x{t.block_n}x{t.block_k}, {t.stages} stages, {t.warps} warps"
         most = [_most(found.get((version, number))) for version in versions]
-        ran = RAN.get(number, "compiles, never run")
+        ran = gpu.gpus.replace(", ", " and ") if gpu.ran else "compiles, never run"
         rows.append([gpu.name, gpu.gpus, f"{gpu.shared:,}", gpu.gemms[0], tile, ran, *most])
     return f"\n{_table(rows)}"
 

@@ -423,7 +423,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _INTERNAL = ("torch", "triton", "numpy")
 # The classes of these modules that are written in C have no state that changes.
 _STATELESS = (*_INTERNAL, "builtins", "collections", "functools", "_thread", "operator", "types",
-              "pydantic_core")  # fmt: skip
+              "typing", "pydantic_core")  # fmt: skip
 
 
 # Installed packages whose functions are taken for granted. Other installed packages count as the
