@@ -29,6 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import environment
 from moe_graphs.bench.timing import (
     capture_burst,
     elapsed,
@@ -338,6 +339,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--commit", help="where there is no .git to ask")
     parser.add_argument("--child", choices=("check", "time"), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -350,11 +352,11 @@ def main() -> None:
     lines = run_child(["--child", "time", *options], 75.0)
     print("\n".join(line for line in lines if not line.startswith("AT ")), flush=True)
     if args.out is not None:
-        device = {"benchmark": "fp8_products", "device": torch.cuda.get_device_name()}
+        constant = {"benchmark": "fp8_products", "environment": environment.stamp(args.commit)}
         with args.out.open("a") as file:
             for line in lines:
                 if line.startswith("TIME "):
-                    file.write(json.dumps(device | json.loads(line[5:])) + "\n")
+                    file.write(json.dumps(constant | json.loads(line[5:])) + "\n")
 
 
 if __name__ == "__main__":
