@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,14 @@ def terminated(run: Path, *arguments: object) -> tuple[int, str]:
     return process.returncode, said
 
 
-def check_goes_on_bitwise(text: Path, folder: Path, *layout: object) -> None:
+def check_goes_on_bitwise(
+    text: Path,
+    folder: Path,
+    *layout: object,
+    end: Callable[..., tuple[int, str]] = terminated,
+) -> None:
     """Ends a run by SIGTERM, resumes it, and compares it with one that was not interrupted."""
     whole, ended = folder / "whole", folder / "ended"
-    end = terminated if layout else terminated_here
     code, said = end(ended, *COMMON, "--data", text, *layout)
     assert code == 128 + signal.SIGTERM, said
     (line,) = [line for line in said.splitlines() if line.startswith("SIGTERM: ")]
@@ -111,8 +116,9 @@ def check_goes_on_bitwise(text: Path, folder: Path, *layout: object) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_terminated_run_goes_on_as_one_that_was_not_interrupted(text, tmp_path):
-    check_goes_on_bitwise(text, tmp_path)
+@pytest.mark.parametrize("end", [terminated_here, pytest.param(terminated, marks=pytest.mark.long)])
+def test_a_terminated_run_goes_on_as_one_that_was_not_interrupted(text, tmp_path, end):
+    check_goes_on_bitwise(text, tmp_path, end=end)
 
 
 @pytest.mark.long
