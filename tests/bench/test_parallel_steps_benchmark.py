@@ -13,7 +13,7 @@ from distributed import run_distributed
 FIRST_STEPS, TRACED_STEPS = 6, 1 + 3
 MOE = (
     "eager, all_to_all", "recipe, all_to_all", "eager, symmetric", "attn,moe, symmetric",
-    "whole step, symmetric",
+    "attn,moe, symmetric, recompute", "whole step, symmetric",
     "whole step, symmetric, groups of layers, our AdamW",
     "whole step, symmetric, replicated, our AdamW", "whole step, alone",
 )  # fmt: skip
@@ -44,10 +44,10 @@ def test_a_line_per_contender(tmp_path):
         if line["contender"] == "whole step":
             assert (line["state"], line["loss_difference"]) == ("captured", 0.0)
     moe = {line["contender"]: line for line in lines if line["model"] == "moe"}
-    for name in MOE[4:]:
+    for name in MOE[5:]:
         assert moe[name]["replayed"] == FIRST_STEPS - 3 + 2 * 2 + TRACED_STEPS, name
         assert moe[name]["loss_difference"] < (1e-2 if "alone" in name else 1e-5)
-    assert moe[MOE[5]]["layers_per_group"] == 2
-    for name in ("recipe, all_to_all", "attn,moe, symmetric"):
+    assert moe[MOE[6]]["layers_per_group"] == 2
+    for name in ("recipe, all_to_all", "attn,moe, symmetric", "attn,moe, symmetric, recompute"):
         assert moe[name]["loss_difference"] < 1e-5
         assert moe[name]["replayed"] > 0

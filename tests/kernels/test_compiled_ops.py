@@ -130,7 +130,7 @@ def test_cross_entropy(compiled, vocabulary, dtype):
 
 @pytest.mark.parametrize(
     ("norm", "heads", "kv_heads", "size", "dtype"),
-    by_turns(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32]),
+    few(grid(["none", "head", "full"], [(32, 4, 128), (12, 12, 64), (6, 2, 96)], [BF16, FP32])),
 )
 def test_heads(compiled, norm, heads, kv_heads, size, dtype):
     qkv = torch.empty(2, 64, (heads + 2 * kv_heads) * size, dtype=dtype)

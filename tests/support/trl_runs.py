@@ -16,7 +16,7 @@ import trl
 from hf_families import tiny
 from hf_texts import texts, write_tokenizer
 
-STEPS, SAVED_AT, LAYERS = 6, 3, 2
+STEPS, SAVED_AT, LAYERS = 8, 3, 2
 
 
 @dataclass

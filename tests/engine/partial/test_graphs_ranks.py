@@ -99,9 +99,9 @@ def _differing_forward() -> Iterator[None]:
 def _differing_backward(found: Difference) -> Iterator[None]:
     compare = ByValue.replayed_once
 
-    def wrong(self, *runs):
+    def wrong(self, *runs, **options):
         with patch.multiple(verify, difference=lambda *_: found, unexplained=lambda *_: found):
-            return compare(self, *runs)
+            return compare(self, *runs, **options)
 
     with patch.object(ByValue, "replayed_once", wrong):
         yield
