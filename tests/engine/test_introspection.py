@@ -139,3 +139,19 @@ def test_answers_of_a_cached_function_are_compared_and_others_may_come(maxsize):
     assert "answers" in guards.mismatch().message
     cached()
     assert guards.mismatch() is None
+
+
+def test_a_cached_function_may_lose_the_attribute_that_names_what_it_wraps():
+    """Python keeps the function itself, and calls go on."""
+
+    @functools.lru_cache
+    def cached():
+        return 2.0
+
+    def forward():
+        return cached()
+
+    with AccessedNames() as accessed:
+        forward()
+    del cached.__wrapped__
+    assert Guards({"forward": forward}, accessed).mismatch() is None

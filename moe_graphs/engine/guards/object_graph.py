@@ -45,6 +45,7 @@ from moe_graphs.engine.guards.introspection import (
     Cell,
     Container,
     Elements,
+    attribute_of,
     bytes_of,
     contents_of_cell,
     could_be_read,
@@ -371,7 +372,10 @@ class Walk:
             self._push(value.__self__, f"{name}.__self__", everything)
         elif isinstance(value, functools._lru_cache_wrapper):
             self._note(name, value)
-            self._push(value.__wrapped__, f"{name}.__wrapped__", everything)
+            # The function stays in C if somebody deletes the attribute.
+            in_c = (each for each in gc.get_referents(value) if callable(each))
+            wrapped = attribute_of(value, "__wrapped__") or next(in_c, None)
+            self._push(wrapped, f"{name}.__wrapped__", everything)
             self._cache(value, name)
         elif isinstance(value, weakref.ref):
             self._push(value(), f"{name}()", everything)
