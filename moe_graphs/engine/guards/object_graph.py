@@ -374,8 +374,8 @@ class Walk:
             self._note(name, value)
             # The function stays in C if somebody deletes the attribute.
             in_c = (each for each in gc.get_referents(value) if callable(each))
-            wrapped = attribute_of(value, "__wrapped__") or next(in_c, None)
-            self._push(wrapped, f"{name}.__wrapped__", everything)
+            function = attribute_of(value, "__wrapped__") or next(in_c, None)
+            self._push(function, f"{name}.__wrapped__", everything)
             self._cache(value, name)
         elif isinstance(value, weakref.ref):
             self._push(value(), f"{name}()", everything)
