@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from moe_graphs.engine.tensors import static_like
+from moe_graphs.engine.tensors import span_bytes, static_like
 
 
 class StaticBuffers:
@@ -26,7 +26,7 @@ class StaticBuffers:
 
         Its values are those of whoever has written there.
         """
-        piece, needed = self._pieces.get(place), _span(tensor)
+        piece, needed = self._pieces.get(place), span_bytes(tensor)
         if piece is None or piece.nbytes() < needed or piece.device != tensor.device:
             made = static_like(tensor)
             self._pieces[place] = made.untyped_storage()
@@ -42,11 +42,3 @@ class StaticBuffers:
     def nbytes(self) -> int:
         """Bytes of all pieces."""
         return sum(piece.nbytes() for piece in self._pieces.values())
-
-
-def _span(tensor: Tensor) -> int:
-    """Bytes from the first element to the last one."""
-    if not tensor.numel():
-        return 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in pairs)) * tensor.element_size()

@@ -492,6 +492,14 @@ def static_like(tensor: Tensor) -> Tensor:
     )
 
 
+def span_bytes(tensor: Tensor) -> int:
+    """Bytes from the first element to the last one."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in pairs)) * tensor.element_size()
+
+
 def target_of(static: Tensor) -> Tensor:
     """The tensor that copies into static memory write to.
 

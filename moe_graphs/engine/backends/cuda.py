@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
 from moe_graphs.engine.snapshot import no_garbage_collection
+from moe_graphs.engine.tensors import span_bytes
 
 _LARGE_POOL = 64 << 20
 
@@ -215,9 +216,8 @@ class CudaGraphs(Backend):
         return AllocatorMeter(self.device)
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         storage = torch._C._construct_storage_from_data_pointer(
-            tensor.data_ptr(), tensor.device, span * tensor.element_size()
+            tensor.data_ptr(), tensor.device, span_bytes(tensor)
         )
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(storage, 0, tensor.shape, tensor.stride())

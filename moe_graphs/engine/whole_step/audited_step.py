@@ -17,7 +17,7 @@ from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Comparison, named_tensors
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import apart, tensor_leaves
-from moe_graphs.engine.whole_step.capture_step import origins_of_step
+from moe_graphs.engine.whole_step.capture_step import origins_of_step, without_room_for_gaps
 from moe_graphs.engine.whole_step.grad_fields import gradients_of
 from moe_graphs.engine.whole_step.recorded_step import RecordedStep, StepDefinition
 
@@ -34,15 +34,15 @@ def why_not(definition: StepDefinition, recorded: RecordedStep) -> str | None:
 def missing_bytes(definition: StepDefinition, recorded: RecordedStep) -> tuple[int, int]:
     """The bytes that are missing for an eager step beside the graph, and after its release.
 
-    Each is 0 if the step fits. Outputs and gradients stay in the graph's pool after the release; a
-    pool begins with 13/12 of what a step needs.
+    Each is 0 if the step fits. Outputs and gradients stay in the graph's pool after the release.
     """
     free = definition.backend.free_bytes()
     if free is None:
         return 0, 0
     staying = sum(each.nbytes for each in tensor_leaves(recorded.left()))
     pool = definition.backend.pool_bytes(recorded.pool)
-    return max(0, pool - free), max(0, pool * 12 // 13 - (pool - staying) - free)
+    needed, released = without_room_for_gaps(pool), pool - staying
+    return max(0, pool - free), max(0, needed - released - free)
 
 
 def audited_step(

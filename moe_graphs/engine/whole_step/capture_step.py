@@ -198,6 +198,11 @@ def _with_room_for_gaps(peak: int) -> int:
     return peak + peak // _ROOM_FOR_GAPS
 
 
+def without_room_for_gaps(piece: int) -> int:
+    """The bytes that a run allocates at most, by the size of the piece that was made for it."""
+    return piece * _ROOM_FOR_GAPS // (_ROOM_FOR_GAPS + 1)
+
+
 def _record(
     definition: StepDefinition, prepared: _Prepared, before: StateBefore, operations: Operations
 ) -> RecordedStep:

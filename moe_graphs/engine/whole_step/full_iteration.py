@@ -197,7 +197,7 @@ class FullIteration(Generic[BatchT, ResultT]):
         self._agrees = agree or on_mismatch != "eager"
         self._verify = verify
         self._reads: AccessedNames | None = None  # by the last warm-up call
-        self._peak = 0  # bytes that this call allocated at most
+        self._peak = 0  # bytes that this call allocated at most; nobody counts them on a CPU
         self._refused: str | None = None
         self._not_reproducible = False
         self.state = "warmup"
@@ -363,10 +363,6 @@ class FullIteration(Generic[BatchT, ResultT]):
         )
 
     @property
-    def _on_cuda(self) -> bool:
-        return self._definition.backend.device.type == "cuda"
-
-    @property
     def _recorded(self) -> RecordedStep:
         assert self._resources.captured is not None
         return self._resources.captured
@@ -381,17 +377,13 @@ class FullIteration(Generic[BatchT, ResultT]):
                 return self._eager(batch, "warmup")
         with (
             torch.autograd.set_multithreading_enabled(False),
-            self._definition.backend.meter()
-            if self._on_cuda
-            else contextlib.nullcontext() as meter,
+            self._definition.backend.meter() as meter,
             AccessedNames(in_step=True) as accessed,
         ):
             result = self._eager(batch, "warmup")
-        if (
-            meter is not None and self._warmup_steps > 1
-        ):  # the first update makes states, which last
-            self._peak = meter.peak()
         self._reads = accessed
+        if self._warmup_steps > 1:  # the first update makes states, which last
+            self._peak = meter.peak()
         return result
 
     def _eager(self, batch: Any, reason: str, message: str | None = None) -> Any:
@@ -412,7 +404,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         started = time.perf_counter()
         self._resources.release()
         self._audits.step, self._audits.schedules, self._audit_due = self._calls, 0, NEVER
-        if self._on_cuda and fsdp.wrappers(self._definition.model):
+        on_cuda = self._definition.backend.device.type == "cuda"
+        if on_cuda and fsdp.wrappers(self._definition.model):
             eager_forwards = sum(self._eager_calls.values())
             trial_runs = max(trial_runs, fsdp.EAGER_FORWARDS - eager_forwards)
         self._off_because = None

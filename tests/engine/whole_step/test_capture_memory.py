@@ -83,15 +83,19 @@ def a_step_with(model: nn.Module, optimizer: torch.optim.Optimizer):
     return step
 
 
-@pytest.mark.gpu
-def test_a_graph_takes_little_more_than_a_step_allocates():
-    """Activations and gradients of different sizes leave gaps in separate allocations."""
+def with_gaps() -> tuple[FullIteration, torch.Tensor]:
+    """Activations and gradients of different sizes, which leave gaps in separate allocations."""
     torch.manual_seed(0)
     sizes = [(512 * (1 + i % 3), 512 * (1 + (i + 1) % 3)) for i in range(12)]
     model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
     step, batch = a_step_with(model, optimizer), torch.randn(8192, 512, device="cuda")
-    iteration = FullIteration(step, model=model, optimizer=optimizer, audit_every=None)
+    return FullIteration(step, model=model, optimizer=optimizer, audit_every=None), batch
+
+
+@pytest.mark.gpu
+def test_a_graph_takes_little_more_than_a_step_allocates():
+    iteration, batch = with_gaps()
     for _ in range(2):
         iteration(batch)
     torch.cuda.synchronize()
@@ -107,12 +111,8 @@ def test_a_graph_takes_little_more_than_a_step_allocates():
 
 @pytest.mark.gpu
 def test_trial_runs_of_a_capture_reserve_no_more_than_its_graph():
-    torch.manual_seed(0)
-    sizes = [(512 * (1 + i % 3), 512 * (1 + (i + 1) % 3)) for i in range(12)]
-    model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
-    step, batch = a_step_with(model, optimizer), torch.randn(8192, 512, device="cuda")
-    with FullIteration(step, model=model, optimizer=optimizer, audit_every=None) as iteration:
+    iteration, batch = with_gaps()
+    with iteration:
         for _ in range(3):
             iteration(batch)
         torch.cuda.empty_cache()
