@@ -30,6 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import environment
+from kernel_check import POISON, replay_difference
 from moe_graphs.bench.timing import (
     capture_burst,
     elapsed,
@@ -47,7 +48,6 @@ from moe_graphs.kernels.routed_experts import weighted_swiglu_backward
 from moe_graphs.kernels.swiglu import NO_CLAMP, swiglu_forward
 
 BF16 = torch.bfloat16
-POISON = 777.0
 CASES = [  # routing, rows, experts, K, N, rows past the last end
     ("uniform", 6000, 16, 512, 1024, 77),
     ("zipf", 9000, 24, 384, 768, 133),
@@ -139,24 +139,9 @@ def replay_failures() -> Iterator[str]:
     def step() -> Tensor:
         return fp8.product(fp8.quantized(x), fp8.quantized_weights(w), offsets, BF16)
 
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for routing in ("zipf", "empty", "one", "uniform"):
-        offsets.copy_(group_ends(group_sizes(routing, rows, experts, 9)))
-        w.normal_()
-        x.normal_()
-        captured.fill_(POISON)
-        graph.replay()
-        if not torch.equal(captured, step()):
-            yield f"replay with routing {routing} differs from eager"
+    found = replay_difference(step, offsets, rows, lambda: (w.normal_(), x.normal_()))
+    if found:
+        yield found
 
 
 def same_bits(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

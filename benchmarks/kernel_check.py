@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,8 +226,38 @@ def weights_case(name: str, case: tuple, seed: int, dtype: torch.dtype, mode: st
     return ""
 
 
+def replay_difference(
+    call: Callable[[], torch.Tensor],
+    offsets: torch.Tensor,
+    rows: int,
+    change: Callable[[], object] = lambda: None,
+) -> str:
+    """Capture once without synchronising, replay with another routing: bitwise the eager result.
+
+    `change` puts other numbers into the operands before each replay.
+    """
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for routing in ("zipf", "empty", "one", "uniform"):
+        offsets.copy_(group_ends(group_sizes(routing, rows, len(offsets), 9)))
+        change()
+        captured.fill_(POISON)
+        graph.replay()
+        if not torch.equal(captured, call()):
+            return f"replay with routing {routing} differs from eager"
+    return ""
+
+
 def replay_case(op: str, name: str, K: int, rank: int = 0) -> str:
-    """Capture once without synchronising, replay with another routing: bitwise the eager result."""
+    """Replays of one kernel, with a product of `rank` beside it if that is not 0."""
     from moe_graphs.kernels.gemm import launch as g
 
     torch.manual_seed(5)
@@ -243,23 +274,7 @@ def replay_case(op: str, name: str, K: int, rank: int = 0) -> str:
     else:
         variant = g.weight_variant(name, N, torch.bfloat16)
         call = lambda: g.matmul_weights(x, dy, offsets, variant=variant)  # noqa: E731
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    with torch.cuda.graph(graph):
-        captured = call()
-    for routing in ("zipf", "empty", "one", "uniform"):
-        offsets.copy_(group_ends(group_sizes(routing, rows, experts, 9)))
-        captured.fill_(POISON)
-        graph.replay()
-        if not torch.equal(captured, call()):
-            return f"replay with routing {routing} differs from eager"
-    return ""
+    return replay_difference(call, offsets, rows)
 
 
 def check_kind(kind: str) -> None:
