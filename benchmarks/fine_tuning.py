@@ -323,7 +323,9 @@ def measure(case: Case) -> dict[str, Any]:
         assert accelerated is not None
         report = accelerated.graphs.report()
         found["graphs"] = {"matched": report.matched, "eager_calls": report.eager_calls,
-                           "audit_seconds": report.audit_seconds}  # fmt: skip
+                           "audit_seconds": report.audit_seconds,
+                           "refused": {each.name: each.refused for each in report.scopes
+                                       if each.refused}}  # fmt: skip
     return found
 
 

@@ -304,11 +304,23 @@ class Operations(DispatchMode):
         self._note_made(func, out)
         return out
 
-    def add_in_any_order(self) -> bool:
-        """Whether one of the operations adds with atomics, so that its sums vary in rounding."""
+    def rounding_of_any_order(self) -> float:
+        """The coarsest rounding (eps) of the operations that add with atomics; 0 without any.
+
+        Their sums vary from one run to the next by such roundings, and so does what is computed
+        from the sums, in whatever dtype.
+        """
         if torch.are_deterministic_algorithms_enabled():
-            return False
-        return any(_name_of(func) in _ADDING_IN_ANY_ORDER for func, *_ in self.ops)
+            return 0.0
+        dtypes = {
+            described[1]
+            for func, arguments, _ in self.ops
+            if _name_of(func) in _ADDING_IN_ANY_ORDER
+            for described in arguments
+            if _is_described_tensor(described)
+        }
+        floating = [each for each in dtypes if each.is_floating_point]
+        return max((torch.finfo(each).eps for each in floating), default=0.0)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _computes_nothing(func):
@@ -662,6 +674,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, _PLAIN_ARGUMENTS):
         return value
     return type(value).__name__
+
+
+def _is_described_tensor(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)
 
 
 def shown(op: tuple[Any, ...]) -> str:

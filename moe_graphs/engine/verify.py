@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUNS = 64  # number of runs that show whether runs vary
 _CHUNK = 1 << 22  # elements whose bits are widened at once
 _NOISE = 16  # a factor for the difference of eager runs, because two runs are a small sample
-_ROUNDINGS = 2  # number of roundings by which a whole tensor may be off
+_ROUNDINGS = 2  # number of roundings by which a tensor may be off
 _PROJECTIONS, _SIDE = 8, 2048  # _SIDE squared is _CHUNK
 _ROUNDS = 4  # number of further runs if something differs
 
@@ -49,7 +50,13 @@ Anywhere = Callable[[bool], bool]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two results differ. ``count`` is the number of elements that differ."""
+    """The first place where two results differ.
+
+    Attributes:
+        count: the number of elements that differ.
+        only_order_of_sums: whether the largest difference is a few roundings of the dtype.
+        relative: the largest difference of two elements, relative to the largest element.
+    """
 
     tensor: str
     index: tuple[int, ...] | None
@@ -57,6 +64,16 @@ class Difference:
     replayed: object
     count: int
     only_order_of_sums: bool = False
+    relative: float = math.inf
+
+    def is_rounding(self, of_operands: float) -> bool:
+        """Whether sums in another order explain it.
+
+        Args:
+            of_operands: the rounding of the sums that others were computed from, or 0. Gradients in
+                fp32 that are computed from sums in bf16 vary as bf16 does.
+        """
+        return self.only_order_of_sums or self.relative <= _ROUNDINGS * of_operands
 
     def __str__(self) -> str:
         where = f"{self.tensor}{list(self.index)}" if self.index else self.tensor
@@ -132,7 +149,7 @@ class ByValue:
         beside: Callable[[], Difference | None],
         another_run: Callable[[], Left],
         *,
-        any_order: bool = False,
+        any_order: float = 0.0,
     ) -> Verdict:
         """Verdict on a recording that can be replayed only once.
 
@@ -143,8 +160,9 @@ class ByValue:
             again: results of a second eager run.
             beside: how the side effects of the replay differ from those of eager.
             another_run: runs eagerly once more.
-            any_order: whether an operation is known to add in any order. Then sums in another order
-                are no error, even if all eager runs agree.
+            any_order: the rounding of operations that add in any order, or 0
+                (``Operations.rounding_of_any_order``). Then differences by such roundings are no
+                error, even if all eager runs agree.
         """
         eager_varies, explained = difference(eager, again) is not None, set[str]()
         found = unexplained(eager, again, replayed, explained)
@@ -156,9 +174,9 @@ class ByValue:
             again = another_run()
             eager_varies |= difference(eager, again) is not None
             found = unexplained(eager, again, replayed, explained) or of_effects
-        eager_varies |= any_order and found is not None
+        eager_varies |= any_order > 0 and found is not None
         # If runs vary somewhere, sums in another order are no error.
-        is_worse = found is not None and not (eager_varies and found.only_order_of_sums)
+        is_worse = found is not None and not (eager_varies and found.is_rounding(any_order))
         if self._anywhere(is_worse):
             return Verdict(found or ELSEWHERE, eager_varies)
         return Verdict(None, eager_varies)
@@ -201,7 +219,7 @@ class ByFingerprint:
             self._again += [_looks_of(eager) for _ in range(_ROUNDS)]
 
     def check(
-        self, eager: Run, replay: Run, make_room: Callable[[], None], *, any_order: bool = False
+        self, eager: Run, replay: Run, make_room: Callable[[], None], *, any_order: float = 0.0
     ) -> Verdict:
         """Replays and compares. The state afterwards is that after a replay.
 
@@ -217,9 +235,9 @@ class ByFingerprint:
             if self._anywhere(bool(wrong)):  # all ranks run, because a run holds collectives
                 name = (wrong or list(self._expected))[0]
                 found = _difference(name, eager, replay) if wrong else _elsewhere(eager, replay)
-                self._not_reproducible |= any_order
+                self._not_reproducible |= any_order > 0
                 # If runs vary somewhere, sums in another order are no error.
-                is_worse = not (self._not_reproducible and found.only_order_of_sums)
+                is_worse = not (self._not_reproducible and found.is_rounding(any_order))
                 if self._anywhere(bool(wrong) and is_worse):
                     return Verdict(found, self._not_reproducible)
         return Verdict(None, self._not_reproducible)
@@ -367,7 +385,10 @@ def _describe(name: str, a: Tensor, b: Tensor) -> Difference:
     flat = int(differing.view(torch.uint8).argmax())  # the first one, without a list of all
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape))
     values = a[index].item(), b[index].item()
-    return Difference(name, index, *values, int(differing.sum()), _is_rounding(a, b))
+    count, relative = int(differing.sum()), math.inf
+    if a.is_floating_point() and _largest(a).isfinite():
+        relative = float(_distance(a, b) / _largest(a).clamp(min=sys.float_info.min))
+    return Difference(name, index, *values, count, _is_rounding(a, b), relative)
 
 
 def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None) -> bool:

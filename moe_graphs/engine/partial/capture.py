@@ -404,7 +404,8 @@ class Recorder:
                 with self.backend.record(pool) as graphs, made, operations:
                     gradients = run.first_part(static, last=last)
                 (graph,) = graphs
-                site.planned.adds_in_any_order |= operations.add_in_any_order()
+                found = operations.rounding_of_any_order()
+                site.planned.any_order = max(site.planned.any_order, found)
                 if audit is not None and operations.origins is not None:
                     audit.backward = Stream.of(operations, gradients)
             else:

@@ -521,7 +521,8 @@ class PlannedCall:
             beyond the next replay.
         refused: why the call is not replayed, or not any more.
         not_reproducible: whether eager runs differ from one another in their last bits.
-        adds_in_any_order: whether an operation of its backward is known to add in any order.
+        any_order: the rounding of operations of its backward that add in any order, or 0
+            (``Operations.rounding_of_any_order``).
         backward_runs_once: whether one backward uses up the autograd graph of its forward.
         eager_backwards: reason -> number of replayed forwards whose backward ran eagerly.
         copies_gradients: why no weight gradient may become ``.grad`` as it is; None if they may.
@@ -539,7 +540,7 @@ class PlannedCall:
     copied_outputs: set[int] = field(default_factory=set)
     refused: Mismatch | None = None
     not_reproducible: bool = False
-    adds_in_any_order: bool = False
+    any_order: float = 0.0
     backward_runs_once: bool = False
     eager_backwards: Counter[str] = field(default_factory=Counter)
     copies_gradients: str | None = "not_observed"

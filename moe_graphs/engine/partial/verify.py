@@ -290,7 +290,7 @@ class Verification:
             left(recorded.gradients),
             effects.difference,
             another_run,
-            any_order=planned.adds_in_any_order,
+            any_order=planned.any_order,
         )
         planned.not_reproducible |= verdict.not_reproducible
         if verdict.difference is not None:

@@ -567,7 +567,7 @@ class StepVerification:
             )
         replay, make_room = partial(self._replay, recorded), self._definition.backend.make_room
         return self._strategy.check(
-            self._run_eagerly, replay, make_room, any_order=operations.add_in_any_order()
+            self._run_eagerly, replay, make_room, any_order=operations.rounding_of_any_order()
         )
 
     def _run_eagerly(self) -> dict[str, Any]:
