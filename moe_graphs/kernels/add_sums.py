@@ -16,7 +16,7 @@ PROGRAMS = 384
 TILE = {"ROWS": 256, "COLS": 8}  # programs whose sums are added at once, columns of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def add_sums_kernel(
     sums_ptr, first_ptr, second_ptr, programs, first_size, second_size,
     ROWS: tl.constexpr, COLS: tl.constexpr,

@@ -22,6 +22,8 @@ from moe_graphs.kernels.heads import triton_kernels as heads_triton
 from moe_graphs.kernels.permute import triton_kernels as permute_triton
 from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
 from moe_graphs.kernels.rotary.triton_kernels import turn_heads
+from moe_graphs.kernels.routed_experts import triton_kernels as routed_triton
+from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
 from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -234,6 +236,44 @@ def test_add_rms_norm(compiled, size, dtype, update_dtype, weight_dtype):
     if size % 16 == 0 and dtype == BF16:
         assert forward.ptx.count("ld.global.v4.b32") >= 2
         assert "cp.async.cg.shared.global [ %r" in backward.ptx
+
+
+def test_another_number_of_tokens_needs_no_other_kernel(compiled):
+    """Lengths that change compile nothing: Triton makes kernels of their own for 1 and for 16 n."""
+    E, K, D, F, H = 32, 4, 128, 64, 32
+
+    def launches(T):
+        rule = kernels.RoutingRule(K, False, True, 1.0, 1, 1, 0.01, 0.0)
+        logits, weights, chosen = torch.empty(T, E), torch.empty(T, K), torch.zeros(T, K).long()
+        choose_experts_triton.choose_experts(logits, None, *rule)
+        ranks, counts = torch.zeros(T, E, dtype=torch.int8), torch.zeros(E, dtype=torch.int64)
+        given = logits, ranks, counts, weights, torch.zeros(()), False, *rule[:4], 0.01, 0.0
+        choose_experts_triton.choose_experts_backward(*given)
+        row_order_triton.sort_pairs(chosen, E)
+        x, weight = torch.empty(T, D, dtype=BF16), torch.empty(D, dtype=BF16)
+        rms_norm_triton.rms_norm_forward(x, weight, 1e-6, False)
+        rms_norm_triton.add_rms_norm_forward(x, x, weight, 1e-6, False)
+        rms_norm_triton.rms_norm_backward(x, x, weight, 1e-6, False, True)
+        gate_up, grad = torch.empty(T * K, 2 * F, dtype=BF16), torch.empty(T * K, F, dtype=BF16)
+        swiglu_triton.swiglu_forward(gate_up, 1.0, 0.0, 0.0, False)
+        swiglu_triton.swiglu_backward(gate_up, grad, True)
+        order, gate = chosen.view(-1), (1.0, 0.0, 0.0, False)
+        routed_triton.weighted_swiglu(gate_up, weights, order, *gate)
+        routed_triton.weighted_swiglu_backward(gate_up, grad, weights, order, False, True, *gate)
+        qkv, table = torch.empty(1, T, 4 * H, dtype=BF16), torch.empty(T, H // 2)
+        heads_triton.heads_forward(qkv, table, table, None, None, 2, 1, 1e-5)
+        given = [torch.empty(1, n, T, H, dtype=BF16).transpose(1, 2) for n in (2, 1, 1)]
+        heads_triton.heads_backward(*given, qkv, table, table, None, None, 1e-5, False)
+        query, key, _ = (each.transpose(1, 2) for each in given)
+        turn_heads(query, key, *[torch.empty(1, T, H, dtype=BF16)] * 2, False)
+
+    many, odd, one = (
+        [(each.name, each.number) for each in compiled(lambda T=T: launches(T))]
+        for T in (64, 63, 1)
+    )
+    assert len(many) == 17
+    assert odd == many
+    assert one == many
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

@@ -70,6 +70,7 @@ class Compiled:
     log: str
     shared: int
     early: bool  # may be launched before the kernel in front of it is done
+    number: int  # the same for launches that share what was compiled
 
     @property
     def spills(self) -> int:
@@ -162,7 +163,8 @@ def _inspect(name: str, kernel: Any, log: str) -> Compiled:
             file.write(log)
         Path(file.name).replace(kept)
     metadata = kernel.metadata
-    return Compiled(name, kernel.asm["ttgir"], ptx, log, metadata.shared, metadata.launch_pdl)
+    found = kernel.asm["ttgir"], ptx, log, metadata.shared, metadata.launch_pdl
+    return Compiled(name, *found, number=id(kernel))
 
 
 def _ptxas(ptx: str, arch: int) -> str:

@@ -99,7 +99,7 @@ def _strike_groups(keys, lane, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GRO
     return kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def choose_kernel(
     logits_ptr, bias_ptr, given_ptr, weights_ptr, experts_ptr, chosen_ptr, counts_ptr, probs_ptr,
     squares_ptr, tokens, E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
@@ -157,7 +157,7 @@ def choose_kernel(
         tl.store(squares_ptr + tl.program_id(0), tl.sum(squares, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "programs"])
 def finish_kernel(
     counts_ptr, probs_ptr, squares_ptr, totals_ptr, terms_ptr, tokens, programs,
     E: tl.constexpr, K: tl.constexpr, AUX: tl.constexpr, Z: tl.constexpr,
@@ -186,7 +186,7 @@ def finish_kernel(
         tl.store(terms_ptr + lane, terms, mask=lane < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def choose_backward_kernel(
     logits_ptr, chosen_ptr, counts_ptr, dweights_ptr, dloss_ptr, out_ptr, tokens,
     E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,

@@ -126,7 +126,7 @@ def _forward_heads(
             _store_at(y_ptr, place, turned, Q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def heads_forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, query_ptr, key_ptr, S,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
@@ -141,7 +141,7 @@ def heads_forward_kernel(
     _forward_heads(x_ptr, key_weight_ptr, key_ptr, cos, sin, G, KEY_LANES, Q, NORM, EPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def heads_by_rank_forward_kernel(
     qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr, sent_ptr, S, rank_stride,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr,
@@ -221,7 +221,7 @@ def _store_sums(
         _store_halves(ptr, sums, 1, 1, Q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "S"])
 def heads_backward_kernel(
     dquery_ptr, dkey_ptr, dvalue_ptr, qkv_ptr, cos_ptr, sin_ptr, query_weight_ptr, key_weight_ptr,
     dqkv_ptr, sums_ptr, tokens, S,

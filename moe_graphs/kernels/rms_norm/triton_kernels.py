@@ -58,7 +58,7 @@ def _load_scale(weight_ptr, ZERO_CENTRED: tl.constexpr, N: tl.constexpr, COLS: t
     return (scale + 1 if ZERO_CENTRED else scale)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_forward_kernel(
     x_ptr, update_ptr, weight_ptr, y_ptr, sum_ptr, rows, stride, update_stride,
     N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -75,7 +75,7 @@ def rms_norm_forward_kernel(
     _store(y_ptr, tile, rows, x * r * scale, N, ROWS, COLS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_backward_kernel(
     dy_ptr, x_ptr, dsum_ptr, weight_ptr, dx_ptr, sums_ptr, rows, dy_stride, stride, dsum_stride,
     N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

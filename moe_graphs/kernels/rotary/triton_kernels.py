@@ -56,7 +56,7 @@ def _load_table(ptr, row, R: tl.constexpr):
     return first.to(tl.float32), second.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "rows"])
 def turn_heads_kernel(
     query_ptr, key_ptr, cos_ptr, sin_ptr, turned_query_ptr, turned_key_ptr, S, rows,
     query_b, query_h, query_s, key_b, key_h, key_s,

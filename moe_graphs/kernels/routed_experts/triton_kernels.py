@@ -32,7 +32,7 @@ def rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
     return row.to(tl.int64)[:, None], pair, weight[:, None], (pair >= 0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weighted_swiglu_kernel(
     x_ptr, order_ptr, weights_ptr, h_ptr, rows, F, alpha, limit, offset,
     CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -48,7 +48,7 @@ def weighted_swiglu_kernel(
         tl.store(h_ptr + row * F + column, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weighted_swiglu_backward_kernel(
     x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, rows, F,
     alpha, limit, offset, CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, RESULT: tl.constexpr,

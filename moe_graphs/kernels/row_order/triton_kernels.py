@@ -30,7 +30,7 @@ COUNT_WIDTH = 64  # experts that it counts at once
 SUM = {"BLOCKS": 512, "WIDTH": 8}  # blocks that a program of the sums takes at once, its experts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
     experts_ptr, counts_ptr, pairs, num_experts, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _count_kernel(
         tl.store(counts_ptr + block * num_experts + lane, counts, mask=lane < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _sum_kernel(
     counts_ptr, totals_ptr, num_experts, blocks, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _sum_kernel(
     tl.store(totals_ptr + lane, total, mask=lane < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _place_kernel(
     experts_ptr, before_ptr, totals_ptr, order_ptr, inverse_ptr, offsets_ptr, pairs, num_experts,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr,

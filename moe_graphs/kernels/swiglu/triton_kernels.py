@@ -74,7 +74,7 @@ def gradients_of(gate, up, dh, alpha, limit, offset, CLAMPED: tl.constexpr):
     return dgate, dup
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_forward_kernel(
     x_ptr, h_ptr, rows, F, alpha, limit, offset,
     CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -88,7 +88,7 @@ def swiglu_forward_kernel(
     tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_backward_kernel(
     x_ptr, dh_ptr, dx_ptr, h_ptr, rows, F,
     RESULT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
