@@ -25,7 +25,8 @@ SCOPE_COLUMNS: Mapping[str, str] = {
     "static": "memory at fixed addresses, where the graphs read inputs and write outputs",
     "boundary": "the part of the static memory that is handed on as outputs",
     "replays": "the number of forwards that replayed a graph",
-    "eager calls": "the number of calls that ran eagerly, by reason",
+    "eager calls": "the number of calls that ran eagerly, by reason; audited ones ran in place "
+    "of a replay, to be compared with it",
 }
 STEP_COLUMNS: Mapping[str, str] = {
     "state": "warmup, captured, capture_failed, differs_from_eager or released",
@@ -155,7 +156,7 @@ def capture_table(report: Any) -> Table:
             format_bytes(scope.static_bytes),
             format_bytes(scope.boundary_bytes),
             f"{scope.replayed:,}",
-            format_reasons(scope.eager_calls),
+            format_reasons(_with_audits(scope)),
         )
     table.caption = (
         f"graphs: forward + backward (+ weight gradients); kernels: recorded ops on the CPU; "
@@ -178,7 +179,7 @@ def full_iteration_table(report: Any) -> Table:
         format_bytes(report.pool_bytes),
         f"{report.capture_seconds:.2f} s",
         f"{report.replayed:,}",
-        format_reasons(report.eager_calls),
+        format_reasons(_with_audits(report)),
     )
     table.caption = f"kernels: recorded ops on the CPU; captured {report.captures} times"
     return table
@@ -188,6 +189,11 @@ def _add_columns(table: Table, columns: Mapping[str, str]) -> None:
     for heading in columns:
         justify: Any = "left" if heading in _LEFT_ALIGNED else "right"
         table.add_column(heading, justify=justify, overflow="fold")
+
+
+def _with_audits(counted: Any) -> dict[str, int]:
+    """Eager calls by reason and audited ones: with the replays these are all calls."""
+    return counted.eager_calls | ({"audited": counted.audited} if counted.audited else {})
 
 
 def _graphs(scope: Any) -> list[int]:

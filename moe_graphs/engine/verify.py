@@ -22,12 +22,14 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_graphs.engine.tensors import owned_leaves, unwrap
+from moe_graphs.engine.tracing import is_of_the_user
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -508,5 +510,12 @@ def _sums_over_bits(tensor: Tensor) -> Tensor:
 
 
 def warn(message: str) -> None:
-    """Warns once of what runs eagerly from now on; the report counts its calls."""
-    warnings.warn(message, GraphWarning, stacklevel=2)
+    """Warns once of what runs eagerly from now on; the report counts its calls.
+
+    The warning has the line of the user's code that led here.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    depth = 2
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, GraphWarning, stacklevel=depth)

@@ -103,6 +103,16 @@ class StepProfile:
         """
         return self.step_ms - self.traced.busy_ms
 
+    def __str__(self) -> str:
+        """Two lines: how long the device is idle, and what it does; ``profile_table`` has all."""
+        share = self.idle_ms / self.step_ms if self.step_ms else 0.0
+        groups = ", ".join(f"{group.name} {group.share_ms:.3f}" for group in self.traced.groups)
+        return (
+            f"{self.name}: {self.step_ms:.3f} ms a step, {self.device} busy "
+            f"{self.traced.busy_ms:.3f} ms and idle {self.idle_ms:.3f} ms ({share:.0%}); the host "
+            f"takes {self.host_ms:.3f} ms\nms by kind of work: {groups}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values of all fields and properties."""
         document = dataclasses.asdict(self)

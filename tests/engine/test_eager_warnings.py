@@ -14,6 +14,7 @@ from training_runs import DEVICES
 from two_scopes import WIDTH, build, data, train_step, warm
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+PACKAGE = moe_graphs.__path__[0]
 
 
 def a_hook(*_) -> None:
@@ -58,6 +59,7 @@ def test_the_third_eager_call_warns_with_detail_and_remedy(device, reason):
     with pytest.warns(GraphWarning, match=said_of) as said:
         train_step(model, graphs, change(model, device))
     assert len(said) == 1  # the second scope has the same to say, or nothing
+    assert not said[0].filename.startswith(PACKAGE)  # a line of the training, none of the engine
     for _ in range(36):
         train_step(model, graphs, change(model, device))
     assert graphs.report().scopes[0].eager_calls[reason] == 39

@@ -104,6 +104,11 @@ def _count(scope: Scope, x: torch.Tensor) -> torch.Tensor:
     return plain(scope, x)
 
 
+def _collect(scope: Scope, x: torch.Tensor) -> torch.Tensor:
+    scope.gains.append(x.detach().mean())
+    return plain(scope, x)
+
+
 def _read(scope: Scope, x: torch.Tensor) -> torch.Tensor:
     return plain(scope, x) * scope.calls.item()
 
@@ -175,6 +180,7 @@ ROWS = {
     "hooks on saved tensors": Row(around=_unchanged_hooks, eager="saved_tensors_hooks"),
     "Python's random numbers": Row(_draw, refused="draws from Python's random"),
     "Python that counts": Row(_count, refused=r"it changes .*gain \("),
+    "a list of metrics": Row(_collect, refused=r"assign the tensor|keep it in a tensor"),
     "values on the host": Row(_read, refused="reads values on the host"),
     "a generator nobody named": Row(_generator, refused="generators="),
     "activation checkpoints inside": Row(_checkpointed),

@@ -66,6 +66,19 @@ def test_a_report_prints_the_table_and_each_reason_with_its_detail(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_replays_eager_calls_and_audited_ones_are_all_calls(device):
+    model = build(device)
+    graphs = warm(model, device)
+    for _ in range(10):
+        train_step(model, graphs, data(device))
+    first = graphs.report().scopes[0]
+    assert first.audited > 0
+    (row,) = [line for line in str(graphs.report()).splitlines() if "│ first " in line]
+    assert f"│ {first.replayed} │ 2 warmup, {first.audited} audited " in " ".join(row.split())
+    assert first.replayed + first.audited + 2 == 13
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_explain_has_every_column_and_every_reason_that_occurs(device):
     report = of_scopes(device)
     text = report.explain()

@@ -156,6 +156,17 @@ def test_nothing_is_padded_as_long_as_there_is_one_length():
     assert accelerated.lengths.chosen == [40, 64]
 
 
+def test_masks_that_come_and_go_at_one_length_are_left_out():
+    runs = []
+    for graphs in (False, True):
+        model = tiny("qwen3_moe", "grouped_mm", **LONG)
+        accelerated = accelerate_model(model, graphs=graphs, lengths=True)
+        sides = ("right", "right", "none", "right", "none", "right", "none", "none")
+        runs.append([each for side in sides for each in trained(model, accelerated, [40], side)])
+    assert all(map(torch.equal, *runs))
+    assert accelerated.graphs.report().eager_calls == {"warmup": 3 * LAYERS}
+
+
 def test_few_lengths_are_taken_as_they_are():
     model = tiny("qwen3_moe", "grouped_mm", **LONG)
     accelerated = accelerate_model(model)

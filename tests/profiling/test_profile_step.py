@@ -158,6 +158,7 @@ def test_the_path_of_a_gpu_on_a_trace_that_was_written_down(tmp_path, monkeypatc
     assert found.idle_ms == pytest.approx(0.06 - 0.09 / 2)
     assert found.traced.communication_exposed_ms == pytest.approx(0.03 / 2)
     assert found.timeline.graph_launches == 0.5
+    assert str(found).startswith("step: 0.060 ms a step, cuda busy 0.045 ms and idle 0.015 ms")
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(profile_table([found]))
     rows = {}

@@ -446,9 +446,14 @@ class Guards:
         """
         changes = self.changes()
         if changes:
+            remedy = "keep it in a buffer that is changed in place, or change it outside"
+            if "] (new: a tensor" in changes[0]:  # a list of metrics, for instance
+                remedy = (
+                    "assign the tensor to an attribute (self.last = ...) and collect it outside"
+                )
             raise CaptureError(
-                f"{where}it changes {changes[0]}, and a replay runs no Python: keep it in a buffer "
-                f"that is changed in place, or change it outside of the scope"
+                f"{where}it changes {changes[0]}, and a replay runs no Python: {remedy} of the "
+                f"scope"
             )
 
     def check_hooks(self) -> None:

@@ -130,6 +130,11 @@ class Graphs:
         self.resources = Resources[Captured](self.backend)
         self._finalizer = weakref.finalize(self, self.resources.release)
 
+    def __repr__(self) -> str:
+        names = [graphed.scope.name for graphed in self.scopes]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"<Graphs of {shown or 'nothing'}: {self.state}; report() says more>"
+
     def _begin_warmup(self) -> None:
         self.observation, self.fallbacks = Observation(), FallbackWarning()
         self.off_because: str | None = None
@@ -161,7 +166,10 @@ class Graphs:
             CheckError: for a check of a value that has failed in a replay, one step late.
         """
         if self.in_step:
-            raise GraphError("graphs.step() does not nest: one step is already open")
+            raise GraphError(
+                "graphs.step() does not nest: one step is already open. capture(step) and "
+                "find_nonfinite(step) open it themselves: hand them the code within it"
+            )
         self._checks.poll()
         self.in_step = True
         self._audits.step += 1

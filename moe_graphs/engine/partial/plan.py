@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from moe_graphs.errors import CaptureError
+from moe_graphs.report_tables import format_bytes
 
 
 @dataclass(frozen=True)
@@ -302,10 +303,12 @@ class MemoryPlan:
         return {**asdict(self), **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
-        """A line per scope, in MiB, and one per chunk."""
+        """A line per scope, and one per chunk."""
         headings = ("scope", "inputs", "linked", "outputs", "saved", "forward", "backward")
         calls = [call for chunk in self.chunks for call in chunk.calls]
-        rows = [(c.scope, *(_mib(getattr(c, name)) for name in headings[1:])) for c in calls]
+        rows = [
+            (c.scope, *(format_bytes(getattr(c, name)) for name in headings[1:])) for c in calls
+        ]
         widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
@@ -314,14 +317,15 @@ class MemoryPlan:
         for number, chunk in enumerate(self.chunks):
             first = chunk.first_gradients
             lines.append(
-                f"chunk {number}: {chunk.slots} slots of {_mib(chunk.pool())} pool and "
-                f"{_mib(chunk.inputs())} inputs" + (f"; gradients {_mib(first)}" if first else "")
+                f"chunk {number}: microbatches in flight {chunk.slots}, each with a pool of "
+                f"{format_bytes(chunk.pool())} and inputs of {format_bytes(chunk.inputs())}"
+                + (f"; gradients {format_bytes(first)}" if first else "")
             )
         if self.backwards:
-            lines.append(f"backwards, by turns {_mib(self.backwards)}")
+            lines.append(f"backwards, by turns {format_bytes(self.backwards)}")
         lines.append(
-            f"incoming gradients {_mib(self.gradients)}; total {_mib(self.total_bytes)} MiB, with "
-            f"{_mib(self.saved_by_sharing)} MiB saved by sharing"
+            f"incoming gradients {format_bytes(self.gradients)}; total "
+            f"{format_bytes(self.total_bytes)}, sharing saves {format_bytes(self.saved_by_sharing)}"
         )
         return "\n".join(lines)
 
@@ -360,7 +364,3 @@ def memory_plan(
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f}"

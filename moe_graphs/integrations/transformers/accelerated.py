@@ -148,7 +148,8 @@ def accelerate_model(
             padding. Numbers are equal to rounding, but for dropout and noise, which draw other
             numbers. True chooses at most four lengths from those of the first eight forwards, which
             run eagerly, and adds some if others come; six shapes have graphs at once. Nothing is
-            padded as long as all batches have one length. A sequence gives the lengths. None is
+            padded as long as all batches have one length, but a mask that hides padding on the
+            right alone is left out then, too. A sequence gives the lengths. None is
             True with graphs of layers (unless a ``GraphConfig`` has ``shapes=1``), else False.
         whole_steps: makes the model ready for ``FullIteration`` instead: transformers builds no
             masks in training any more, and batches that need one are errors (``static_batch``).

@@ -42,7 +42,8 @@ _BY_LENGTH = ("dynamic", "longrope")  # positions that depend on the length of t
 class Lengths:
     """The lengths that batches are padded to, and the count of what was padded.
 
-    As long as all batches have one length, nothing is padded. Otherwise the lengths of the first
+    As long as all batches have one length, nothing is padded, but masks that hide padding on the
+    right alone are left out as in other batches. Otherwise the lengths of the first
     forwards are looked at, and the few lengths that cost least padding are chosen. Batches that are
     longer than all of them, or less than half of the next one, add a length. The batches of the
     first four steps are padded to the longest, so that its graphs are captured first, and graphs of
@@ -213,14 +214,16 @@ def _padding(kind: type[Any]) -> Any:
             lengths.left_alone[why] += 1
             return forward(self, *args, **kwargs)
         assert tokens is not None
+        if lengths.drops_masks and _hides_only_the_right(given):
+            given["attention_mask"] = None
         length = lengths.length_for(tokens.shape[1])
         if length is None:
             with _looking(lengths):
-                return forward(self, *args, **kwargs)
+                return forward(self, **given)
         lengths.forwards += 1
         lengths.tokens += tokens.shape[0] * length
         lengths.padding += tokens.shape[0] * (length - tokens.shape[1])
-        output = forward(self, **_padded(given, tokens, length, drop=lengths.drops_masks))
+        output = forward(self, **_padded(given, tokens, length, makes=not lengths.drops_masks))
         return _cut(output, tokens.shape[0], length, tokens.shape[1])
 
     return padding
@@ -255,17 +258,26 @@ def _why_left_alone(given: Mapping[str, Any], tokens: Tensor, lengths: Lengths) 
     return None
 
 
-def _padded(given: Mapping[str, Any], tokens: Tensor, length: int, *, drop: bool) -> dict[str, Any]:
-    """The arguments with padding on the right.
+def _hides_only_the_right(given: Mapping[str, Any]) -> bool:
+    """Whether a mask hides nothing but padding on the right, which no token sees anyway.
 
-    ``drop`` leaves out a mask that hides nothing but padding on the right: tokens do not see it
-    anyway, so all batches are alike.
+    All batches are alike without such masks: transformers makes none for a batch without padding.
+    It waits for the device, as transformers' masks do.
     """
+    mask_BS = given.get("attention_mask")
+    if mask_BS is None or given.get("position_ids") is not None:
+        return False
+    real_BS = mask_BS.bool()
+    return not bool((~real_BS[:, :-1] & real_BS[:, 1:]).any())
+
+
+def _padded(
+    given: Mapping[str, Any], tokens: Tensor, length: int, *, makes: bool
+) -> dict[str, Any]:
+    """The arguments with padding on the right; ``makes`` a mask that hides it if none is given."""
     padded, more = dict(given), length - tokens.shape[1]
     positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if drop and positions is None and mask is not None and _is_on_the_right(mask):
-        mask = None
-    elif mask is None and positions is None and not drop:
+    if mask is None and positions is None and makes:
         mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     padded["attention_mask"] = None if mask is None else pad(mask, (0, more))
     if positions is not None and more:
@@ -276,12 +288,6 @@ def _padded(given: Mapping[str, Any], tokens: Tensor, length: int, *, drop: bool
     if given.get("inputs_embeds") is not None:
         padded["inputs_embeds"] = pad(given["inputs_embeds"], (0, 0, 0, more))
     return padded
-
-
-def _is_on_the_right(mask_BS: Tensor) -> bool:
-    """Whether all padding is on the right. It waits for the device, as transformers' masks do."""
-    real_BS = mask_BS.bool()
-    return not bool((~real_BS[:, :-1] & real_BS[:, 1:]).any())
 
 
 def _cut(output: Any, rows: int, length: int, wanted: int) -> Any:
