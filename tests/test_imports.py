@@ -22,7 +22,7 @@ WHERE_INSTALLED = {"grouped_gemm", "transformer_engine"}
 WITH_ANOTHER = {"pytorch_lightning", "cuda", "stk"}
 # Run by make or by a test, or imported by transformers' Trainer (accelerate), by nobody else.
 RUN_ONLY = {"accelerate", "hatchling", "mkdocs-material", "mkdocstrings", "mypy", "pytest-xdist"}
-RUN_ONLY |= {"ruff"}
+RUN_ONLY |= {"playwright", "ruff"}
 # A child of its own for each, after what takes long to import and is not ours.
 EACH_ALONE = """
 import contextlib, importlib, json, os, sys

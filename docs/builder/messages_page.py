@@ -100,18 +100,17 @@ def _by_folder(found: list[Message]) -> str:
 
 def messages_of(file: Path) -> Iterator[Message]:
     """Messages of a file's errors and warnings, and texts with a remedy behind a colon."""
-    tree = ast.parse(file.read_text())
-    kinds = {id(value): kind for kind, value in map(_said, ast.walk(tree)) if value is not None}
-    for value in _texts(tree):
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    kinds = {id(value): kind for kind, value in map(_said, nodes) if value is not None}
+    for value in _texts(nodes):
         kind, text = kinds.get(id(value), PART), template(value)
         is_part = ": " in text and len(text.split()) > 6 and not OUTPUT.search(str(file))
         if kind not in INSIDE and (kind != PART or is_part):
             yield Message(text, kind, str(file.relative_to(ROOT)), value.lineno)
 
 
-def _texts(tree: ast.Module) -> Iterator[ast.expr]:
+def _texts(nodes: list[ast.AST]) -> Iterator[ast.expr]:
     """Texts of a file, but for docstrings and parts of other texts."""
-    nodes = [*ast.walk(tree)]
     others = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     others |= {
         id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values
@@ -125,7 +124,7 @@ def _said(node: ast.AST) -> tuple[str, ast.expr | None]:
     """Class and message of an error that is raised, or of a warning."""
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
         return ast.unparse(node.exc.func), node.exc.args[0]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn":
         kinds = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "category")]
         return ast.unparse(kinds[0]) if kinds else "UserWarning", node.args[0]
     return "", None

@@ -91,7 +91,7 @@ def _versions() -> str:
         ["a package", code(each.split(";")[0]), "always"] for each in project["dependencies"]
     ]
     extras = project["optional-dependencies"].items()
-    ours = [each for each in extras if each[0] not in ("dev", "docs")]
+    ours = [each for each in extras if each[0] not in ("browser", "dev", "docs")]
     some = [["packages", ", ".join(map(code, each)), code(f"[{name}]")] for name, each in ours]
     return table(["what", "versions", "extra"], always + some)
 

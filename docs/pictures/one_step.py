@@ -27,7 +27,7 @@ SMALL, LARGE = 3, 2  # kernels of a part whose sizes are fixed, and of dispatch 
 
 
 def main() -> None:
-    figure, axes = pyplot.subplots(3, 1, figsize=(9, 4.2), sharex=True)
+    figure, axes = pyplot.subplots(3, 1, figsize=(6.6, 4.0), sharex=True)
     for axis, (title, draw) in zip(axes, STEPS.items(), strict=True):
         end = draw(axis)
         axis.set_yticks([1.35, 0.35], ["host", "GPU"])
@@ -42,7 +42,7 @@ def main() -> None:
     names = ["launch by the host", "kernel", "replayed graph", "kernel of the eager dispatch"]
     figure.legend(handles, names, ncols=4, loc="lower center", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=150)
 
 
 def box(axis, row: float, start: float, width: float, color: str) -> float:

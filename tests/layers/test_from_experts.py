@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +9,6 @@ from torch.nn import functional
 
 from moe_graphs.layers import MoELayer
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "own_block.md"
 D, F, E, K = 8, 12, 4, 2
 NAMES = [
     ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate", "up", "down"),
@@ -147,13 +142,3 @@ def test_what_is_no_swiglu_expert_is_refused(message):
     theirs, gate = REFUSED[message]()
     with pytest.raises(ValueError, match=message):
         MoELayer.from_experts(theirs, gate, top_k=K)
-
-
-def test_the_page_runs(tmp_path, capsys):
-    """The code blocks of docs/own_block.md run one after the other, as a reader types them."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks))
-    graphs = runpy.run_path(str(script))["graphs"]
-    assert "captured" in capsys.readouterr().out
-    assert graphs.report().matched == 3 * 2
