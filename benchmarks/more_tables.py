@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
-from contenders import gpu_bound, launch_bound
+import model_flops
 from markdown_cells import milliseconds, table, times
-from moe_graphs.layers import LanguageModel, TransformerConfig
 from result_lines import H100, H200, Line, Select, fastest_eager, sources
 
 OUR_ADAMW = "full iteration, our AdamW"
@@ -19,7 +16,6 @@ MODELS = {
 }
 UPDATES = {"bfloat16": "bf16", "float32": "fp32"}
 _PARAMETERS = "12 layers of 1024, 32 experts of 512"
-H200_PEAK = 989e12  # dense bf16 FLOP/s of the data sheet
 # Rows of `fine_tuning.py`; lines from before rows had names are known by their tokens.
 LORA = {
     "attention_16k": "adapters on attention",
@@ -67,6 +63,7 @@ def on_an_h100(lines: list[Line]) -> str:
         )
         shown = scopes["attn,moe"], whole[OUR_ADAMW]
         cells = [f"{milliseconds(each)}, {times(each['speedup']['median'])}" for each in shown]
+        cells.append(model_flops.cell_of(shown[1]))
         rows.append([label, milliseconds(whole["eager"]), *cells])
         used += [whole["eager"], *shown]
     updates = []
@@ -78,7 +75,10 @@ def on_an_h100(lines: list[Line]) -> str:
             f"{times(line['torch_us'] / line['ours_us'])} of torch's fused one"
         )
         used.append(line)
-    header = "a training step | eager | scopes (`attn,moe`) | whole step, our AdamW"
+    header = (
+        f"a training step | eager | scopes (`attn,moe`) | whole step, our AdamW | its "
+        f"{model_flops.HEADER}"
+    )
     note = f"x eager of the same run. The update of 111 parameters, 703 M: {'; '.join(updates)}."
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
@@ -87,22 +87,20 @@ def results(lines: list[Line]) -> str:
     """Table of the main results: a row each, by transformers or eager, and by the best of ours."""
     rows, used = [], []
     for what, how, before, after, flops in (*_lora(lines), *_full_training(lines)):
-        rows.append([
-            what, f"{before:,.0f}", f"{after:,.0f} ({how})", times(after / before),
-            f"{after * flops / 1e12:.0f}", f"{after * flops / H200_PEAK:.0%}",
-        ])  # fmt: skip
+        cells = [f"{before:,.0f}", f"{after:,.0f} ({how})", times(after / before), flops]
+        rows.append([what, *cells])
     for names in ("lora", "huggingface", "full_iteration"):
         used += _shown(lines, names)
-    header = "one H200, bf16 | before, tokens/s | here, tokens/s | x | model TFLOP/s | of peak"
+    header = f"one H200, bf16 | before, tokens/s | here, tokens/s | x | {model_flops.HEADER}"
     note = (
         "Before: transformers with `grouped_mm` (LoRA: PEFT), in the last row our model eagerly, "
-        "on the fastest host that was measured. Model FLOPs leave out what checkpointing computes "
-        "again."
+        "on the fastest host that was measured. "
+        "[How FLOPs are counted](docs/performance.md#how-flops-are-counted)."
     )
-    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+    return f"{table(header, rows)}\n\n{note} {sources(used, commands=False)}"
 
 
-Row = tuple[str, str, float, float, float]
+Row = tuple[str, str, float, float, str]
 
 
 def _shown(lines: list[Line], benchmark: str) -> list[Line]:
@@ -160,7 +158,7 @@ def _lora(lines: list[Line]) -> Iterator[Row]:
         rate = best["tokens_per_second"]
         lora = "LoRA, on experts, too" if row == "experts_16k" else "LoRA"
         what = f"{lora}, all 48 layers of Qwen3-30B-A3B, {first['tokens']:,} tokens a step"
-        flops = 1e12 * best["model_tflops"] / rate
+        flops = model_flops.cell(1e12 * best["model_tflops"])
         alike = best["checkpointing"] == first["checkpointing"]
         how = f"`{best['contender']}`{'' if alike else _with_or_without(best)}"
         before = _on_the_fastest_host(lines, first)["tokens_per_second"]
@@ -192,10 +190,14 @@ def _lora_table(runs: Mapping[str, Sequence[Line]]) -> str:
                 f"`{line['contender']}`{_with_or_without(line)}",
                 f"{line['step_ms']:.0f} ms", f"{line['tokens_per_second']:,.0f}",
                 times(line["tokens_per_second"] / first["tokens_per_second"]),
+                model_flops.cell(1e12 * line["model_tflops"]),
                 f"{line['max_allocated_bytes'] / 2**30:.1f} GiB",
             ])  # fmt: skip
             used.append(line)
-    header = "tokens a step | contender | step | tokens/s | x | allocated at most"
+    header = (
+        f"tokens a step | contender | step | tokens/s | x | {model_flops.HEADER} | "
+        f"allocated at most"
+    )
     note = (
         "Qwen3-30B-A3B with all of its 48 layers unless a row says other sizes, random weights, "
         "bf16; LoRA of rank 16 with torch's fused AdamW, all weights with ours; losses equal to "
@@ -243,16 +245,7 @@ def _full_training(lines: list[Line]) -> Iterator[Row]:
         before, after = _shown(lines, benchmark)
         rates = [1e3 * line["tokens"] / line["step_ms"]["median"] for line in (before, after)]
         how = "`accelerate_model`, whole steps" if benchmark == "huggingface" else "whole steps"
-        yield what, how, *rates, _flops_per_token(benchmark)
-
-
-@cache
-def _flops_per_token(benchmark: str) -> float:
-    config: TransformerConfig = launch_bound().config
-    if benchmark == "huggingface":
-        config = replace(gpu_bound().config, qk_norm="head")
-    model = LanguageModel(config, device="meta")
-    return model.flops_per_token(config.max_sequence_length)
+        yield what, how, *rates, model_flops.cell_of(after)
 
 
 def head_and_loss(lines: list[Line]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import model_flops
 from fp8_training import FROM_COMPARE
 from markdown_cells import gibibytes, milliseconds, table, times
 from result_lines import H100, H200, Line, Select, sources
@@ -34,7 +35,9 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
     if not found:
         raise LookupError("no line of peers.py: run it with --out below benchmarks/results")
     used = [line for run in found.values() for line in run.values()]
-    header = " | ".join(["a training step, reserved memory", *(CASES[case] for case in found)])
+    header = " | ".join(
+        ["a training step: time, of peak, reserved memory", *(CASES[case] for case in found)]
+    )
     timed = {line["contender"]: line["title"] for line in used if line.get("step_ms")}
     first = next(iter(found.values()))
     cells = {name: [_cell(run.get(name)) for run in found.values()] for name in timed}
@@ -44,7 +47,10 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
         for name in sorted(shown, key=lambda name: _order(first.get(name)))
     ]
     parts = [_ahead(case, run) for case, run in found.items()]
-    note = "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ."
+    note = "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ; "
+    note += (
+        "of peak: [model FLOPs](#how-flops-are-counted) in bf16, also where products are in FP8."
+    )
     more = len(timed) - len(shown)
     if more:
         note += f" {more} more settings were measured on one of the models only: in the file."
@@ -158,7 +164,8 @@ def _was_not_started(line: Line) -> bool:
 def _cell(line: Line | None) -> str:
     if line is None or not line.get("step_ms"):
         return NOT_RUN
-    return f"{milliseconds(line)}, {gibibytes(line)}"
+    share = model_flops.cell_of(line).partition(", ")[2]
+    return f"{milliseconds(line)}, {share}, {gibibytes(line)}"
 
 
 def _order(line: Line | None) -> float:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import model_flops
 from markdown_cells import geometric_mean, gibibytes, idle, milliseconds, span, table, times
 from more_tables import (
     OUR_ADAMW,
@@ -136,9 +137,13 @@ def whole_steps(lines: list[Line]) -> str:
         ours = run.get(OUR_ADAMW)
         shown = "-" if ours is None else f"{milliseconds(ours)}, {times(ours['speedup']['median'])}"
         cells.insert(2, shown)
-        rows.append([label, milliseconds(eager), *cells])
+        rate = model_flops.cell_of(run[WHOLE] if ours is None else ours)
+        rows.append([label, milliseconds(eager), *cells, rate])
         used += [eager, *others]
-    header = "a training step | eager | scopes | whole step | with our AdamW | `torch.compile`"
+    header = (
+        f"a training step | eager | scopes | whole step | with our AdamW | `torch.compile` | "
+        f"{model_flops.HEADER}, with our AdamW"
+    )
     parts = [table(header, rows), f"{bitwise(used)} Our AdamW rounds otherwise. {sources(used)}"]
     parts += [slow_host(lines, run[WHOLE], run["eager"], label) for label, run in runs.items()]
     kernels = Select("layer_kernels").lines(lines)
@@ -156,12 +161,13 @@ def huggingface(lines: list[Line]) -> str:
         run = select.run(lines)
         eager, *others = (run[name] for name in select.contenders)
         cells = [f"{milliseconds(line)}, {times(line['speedup']['median'])}" for line in others]
-        rows.append([label, milliseconds(eager), *cells])
+        rows.append([label, milliseconds(eager), *cells, model_flops.cell_of(others[-1])])
         used += [eager, *others]
         notes.append(slow_host(lines, others[-1], eager, label))
     header = (
         "transformers' Qwen3-MoE, a training step | as it comes | "
         "`accelerate_model(graphs=False)` | + `optim.AdamW` | + graphs of layers | or whole steps"
+        f" | their {model_flops.HEADER}"
     )
     note = "Medians over interleaved rounds, torch's fused AdamW first; losses equal to rounding."
     parts = [table(header, rows), f"{note} {sources(used)}", *filter(None, notes)]
@@ -180,7 +186,7 @@ def partial_graphs(lines: list[Line]) -> str:
                 label if line is eager else "",
                 name if line is eager else f"`{name}`",
                 milliseconds(line), times(line["speedup"]["median"]),
-                milliseconds(line, "host_ms"), idle(line),
+                model_flops.cell_of(line), milliseconds(line, "host_ms"), idle(line),
                 gibibytes(line),
             ])  # fmt: skip
         best = min(run.values(), key=lambda line: line["step_ms"]["median"])
@@ -195,7 +201,10 @@ def partial_graphs(lines: list[Line]) -> str:
         f"Where launches dominate, graphs win what the host costs. Where the GPU is the limit they "
         f"cost {cost} of time, mostly the copy that makes gradients your own{more}."
     )
-    header = "model | captured | step | x eager | host time | GPU idle | reserved"
+    header = (
+        f"model | captured | step | x eager | {model_flops.HEADER} | host time | GPU idle | "
+        f"reserved"
+    )
     found = f"{bitwise(used)} {sources(used)}"
     return "\n\n".join([table(header, rows), found, *filter(None, notes)])
 

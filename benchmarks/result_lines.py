@@ -11,6 +11,20 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+# Commands that make lines, where that is not the file of the benchmark's name without options.
+TWO_RANKS = "torchrun --nproc-per-node 2"
+COMMANDS: Mapping[str, str] = {
+    "accumulated": "python benchmarks/partial_graphs.py --microbatches 4",
+    "dispatch": f"{TWO_RANKS} benchmarks/dispatch.py",
+    "expert_rows": f"{TWO_RANKS} benchmarks/expert_rows.py",
+    "full_iteration": "python benchmarks/full_iteration.py --compile",
+    "grouped_gemm": "moe-graphs bench gemm",
+    "lora": "python benchmarks/fine_tuning.py",
+    "moe_layer_zipf": "python benchmarks/moe_layer.py --routing even,zipf",
+    "parallel_steps": f"{TWO_RANKS} benchmarks/parallel_steps.py",
+    "parallel_steps_traced": f"{TWO_RANKS} benchmarks/parallel_steps.py --trace",
+    "training": "moe-graphs train",
+}
 
 
 @dataclass(frozen=True)
@@ -129,8 +143,14 @@ def link(file: str) -> str:
     return f"[{file}](benchmarks/results/{file})"
 
 
-def sources(used: Iterable[Line]) -> str:
-    """Hardware, versions, commits and files of what a table shows, in a line of markdown."""
+def command_of(line: Line) -> str:
+    """The command that makes such lines, without ``--out`` and what it runs on."""
+    name = "accumulated" if "microbatches" in (line.get("setting") or "") else line["benchmark"]
+    return COMMANDS.get(name, f"python benchmarks/{name}.py")
+
+
+def sources(used: Iterable[Line], *, commands: bool = True) -> str:
+    """Hardware, versions, commits, files and commands of what a table shows, in markdown."""
     used = list(used)
     hardware = {line["environment"]["gpu"] for line in used} - {"none"}
     torches = sorted({line["environment"]["torch"] for line in used})
@@ -142,4 +162,6 @@ def sources(used: Iterable[Line]) -> str:
         origins = {line.get("transcribed_from") for line in used if line.file == file} - {None}
         copied = f" (copied from {', '.join(sorted(origins))})" if origins else ""
         links.append(link(file) + copied)
-    return f"{', '.join(parts)}: {', '.join(links)}."
+    found = f"{', '.join(parts)}: {', '.join(links)}."
+    made_by = dict.fromkeys(f"`{command_of(line)}`" for line in used)
+    return f"{found} Made by {', '.join(made_by)}." if commands else found

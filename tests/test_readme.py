@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import model_flops
 import moe_graphs
 import readme_tables as tables
 from lm_runs import small_preset
@@ -91,6 +92,27 @@ def test_lines_are_those_of_the_newest_commit_that_has_all():
         other = {"benchmark": "b", "gpu": "a GPU"} | missing
         with pytest.raises(LookupError, match="no run has all"):
             tables.Select(**other).run(lines)
+
+
+def test_the_command_of_each_table_exists():
+    documents = PERFORMANCE + tables.MANY_GPUS.read_text()
+    made_by = re.findall(r"Made by (.*)\.$", documents, re.MULTILINE)
+    commands = {each for text in made_by for each in re.findall("`([^`]+)`", text)}
+    assert len(made_by) == len(tables.BLOCK.findall(documents))
+    for words in map(shlex.split, commands):
+        scripts = [ROOT / word for word in words if word.endswith(".py")]
+        assert words[:2] in (["moe-graphs", "train"], ["moe-graphs", "bench"]) or scripts
+        assert all(script.exists() for script in scripts)
+
+
+def test_model_flops_are_those_of_the_products_and_of_causal_attention():
+    """Experts that a token meets, router, head, and half of all pairs; checked by hand."""
+    config = small_preset().model
+    dense = LanguageModel(config, device="meta")
+    pairs = 2 * config.num_layers * config.num_heads * 2 * config.head_size  # of the forward
+    found = model_flops.counted(config)
+    assert found == dense.flops_per_token(0) + 3 * pairs * config.max_sequence_length / 2
+    assert model_flops.cell(494.5e12) == "494, 50%"
 
 
 def test_a_slow_host_is_said():
