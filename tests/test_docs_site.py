@@ -273,7 +273,7 @@ def browser() -> Iterator[Any]:
 
 
 def test_a_browser_shows_every_page_without_an_error(site, browser):
-    """Neither an error in its console nor a page that is wider than a desktop or a phone."""
+    """No error is in the console, and no page is wider than a desktop or a phone."""
     with served(site) as address:
         page = browser.new_page()
         said: list[str] = []

@@ -78,7 +78,7 @@ def interrupt(axis) -> None:
 
 
 def static_memory(axis) -> None:
-    """Where a replay reads and writes, and who may hold it."""
+    """The memory that a replay reads and writes, and who may hold it."""
     box(axis, (2, 28), (17, 9), PLAIN, "your input")
     box(axis, (27, 28), (17, 9), MEMORY, "static input")
     box(axis, (50, 24), (20, 17), GRAPH, "graph and\nits pool")
