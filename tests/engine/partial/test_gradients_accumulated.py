@@ -301,7 +301,7 @@ def test_what_it_takes_is_planned():
     # These are all gradients of weights, and 30 - 7 besides; the slot's are as if they were copied.
     assert made.chunks[0].first_gradients == 7 + 20 + 23
     assert made.pool_bytes == 55 + 50
-    assert "; gradients 0.0" in str(made)
+    assert "; gradients 50 B" in str(made)
     several = Plan((PlannedChunk((0, 1), slots=2),))
     assert memory_plan(several, measured, False, copied=(), accumulates=True).chunks[0].slots == 2
 
