@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -94,22 +93,13 @@ def held(model: nn.Module) -> dict[str, int]:
 
 def step_bytes(model: nn.Module, tokens: torch.Tensor, held: dict[str, int]) -> dict[str, int]:
     """Bytes that a step keeps in its forward, that pass at its peak, and the peak of everything."""
-    with _WithoutScratch() as live:
+    with LiveStorages() as live:
         loss = model(input_ids=tokens, labels=tokens).loss
         kept = live.bytes
         live.begin(Moment(1, backward=True))
         loss.backward()
     most = max(live.peaks.values())
     return {"kept": kept, "passing": most - kept, "peak": sum(held.values()) + most}
-
-
-class _WithoutScratch(LiveStorages):
-    """A mode in which weights that are dequantised take no memory of their own."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.moe_graphs.unpack_weight.default:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _give_values(model: nn.Module) -> None:

@@ -80,7 +80,7 @@ GROUPS = (
         r"_Permute|_Unpermute|(spread|collect|dot)_rows|fp8_spread",
     ),
     Group("to FP8", r"^fp8_(quantize|weights)_kernel", r"fp8_(quantize|weights)$"),
-    Group("weights in few bits", r"^(four_bits|float8)_kernel", r"unpack_weight"),
+    Group("weights in few bits", r"^(four_bits|float8)_kernel", r"packed_product"),
     Group("swiglu", r"swiglu|[sS]i_?[lL][uU]", r"swiglu|_SwiGLU|silu|Silu"),
     Group(
         "dense GEMM",

@@ -58,7 +58,7 @@ def dequantized(model, name):
             weight = getattr(experts, each).data
             turned = kind.along_inputs and experts.is_transposed
             stored = weight.transpose(1, 2) if turned else weight
-            values = kind.dequantize(*kind.quantize(stored), weight.dtype)
+            values = kind.dequantize(kind.quantize(stored), weight.dtype)
             weight.copy_(values.transpose(1, 2) if turned else values)
     return model
 
@@ -251,7 +251,9 @@ def test_a_cast_of_the_model_that_rounds_scales_is_an_error():
 
 def test_what_cannot_be_packed_is_an_error_and_changes_nothing():
     model = built(lora=False)
-    with pytest.raises(ValueError, match="no format 'int8' .* known are nf4, mxfp4, fp8"):
+    with pytest.raises(
+        ValueError, match="no format 'int8' .* known are nf4, nf4_double, mxfp4, fp8"
+    ):
         quantize_experts(model, "int8")
     model.model.layers[1].mlp.experts.requires_grad_(True)
     with pytest.raises(ValueError, match=r"layers.1.mlp.experts .* requires gradients.* PEFT"):

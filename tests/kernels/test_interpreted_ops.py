@@ -247,20 +247,21 @@ def test_weighted_swiglu(tokens, top_k, ffn, gaps, gate):
     plain = routed_experts_reference.weighted_swiglu(x, weights, order_R, *gate)
     found = routed_experts_triton.weighted_swiglu(x, weights, order_R, *gate)
     torch.testing.assert_close(found, plain)
-    given = (x, dh, weights, order_R)
     dx, dweights, h = routed_experts_reference.weighted_swiglu_backward(
-        *given, inverse_TK, gaps, *gate
+        x, dh, weights, order_R, inverse_TK, gaps, *gate
     )
-    found = routed_experts_triton.weighted_swiglu_backward(*given, gaps, True, *gate)
+    alone = routed_experts_triton.weighted_swiglu_backward(
+        x, dh, weights, order_R, gaps, False, *gate
+    )
+    given = (x, dh, weights, order_R)
+    found = *routed_experts_triton.weighted_swiglu_backward(*given, gaps, True, *gate), dh
     torch.testing.assert_close(found[1], dweights)
     assert found[1][inverse_TK < 0].eq(0).all()
     assert torch.equal(h, plain)
     for got, want in zip(found[::2], (dx, h), strict=True):
         torch.testing.assert_close(got, want)
         assert got[order_R < 0].eq(0).all()
-    alone = routed_experts_triton.weighted_swiglu_backward(*given, gaps, False, *gate)
-    assert all(map(torch.equal, alone[:2], found[:2]))
-    assert not alone[2].numel()
+    assert all(map(torch.equal, alone, found))
 
 
 @pytest.mark.parametrize(
@@ -424,20 +425,24 @@ def test_weights_in_few_bits(name):
 
     Results are fp32, because the interpreter does not round to bf16 but cuts off.
     """
-    kind, shape = FORMATS[name], (3, 128, 128) if name == "fp8" else (3, 5, 64)
+    shapes = {"fp8": (3, 128, 128), "nf4_double": (3, 5, 64 * 110)}  # two groups and a part of one
+    kind, shape = FORMATS[name], shapes.get(name, (3, 5, 64))
     torch.manual_seed(0)
-    codes, scales = (
+    stored = tuple(
         torch.empty(each, dtype=kind)
         for each, kind in zip(kind.packed_shapes(shape), kind.dtypes, strict=True)
     )
+    codes, scales, *others = stored
     every = codes.view(torch.uint8).view(-1)
     every.copy_(torch.arange(every.numel()) % 256)
     if scales.dtype == torch.uint8:
         scales.copy_(torch.arange(scales.numel()).view_as(scales) * 9 % 255)
     else:
         scales.uniform_(0.01, 2)
+    for each in others:
+        each.uniform_(0.01, 2)
     out = torch.empty(shape)
-    packed_weights_triton.unpack(kind, codes, scales, out)
+    packed_weights_triton.unpack(kind, stored, out)
     torch.testing.assert_close(
-        out, kind.dequantize(codes, scales, torch.float32), rtol=0, atol=0, equal_nan=name == "fp8"
+        out, kind.dequantize(stored, torch.float32), rtol=0, atol=0, equal_nan=name == "fp8"
     )

@@ -16,14 +16,20 @@ from torch import Tensor
 
 from kept_bytes import kept_bytes
 from moe_graphs.engine.autograd import SplitBackward
-from moe_graphs.kernels import RowOrder, route_rows
-from moe_graphs.kernels.packed_weights import FORMATS, PackedWeight, Scratch, format_named
-from moe_graphs.kernels.packed_weights.reference import E2M1_VALUES, NF4_VALUES
+from moe_graphs.kernels import RowOrder, packed_weights, route_rows
+from moe_graphs.kernels.packed_weights import (
+    FORMATS,
+    PackedWeight,
+    Scratch,
+    format_named,
+    packed_gemm,
+)
+from moe_graphs.kernels.packed_weights.reference import DYNAMIC_VALUES, E2M1_VALUES, NF4_VALUES
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 
 T, D, F, E, K, RANK = 17, 256, 128, 5, 2, 8
 BF16, FP32 = torch.bfloat16, torch.float32
-FORMAT_ERRORS = {"nf4": 0.1, "mxfp4": 0.13, "fp8": 0.03}
+FORMAT_ERRORS = {"nf4": 0.1, "nf4_double": 0.1, "mxfp4": 0.13, "fp8": 0.03}
 on_formats = pytest.mark.parametrize("name", FORMATS)
 
 
@@ -35,23 +41,25 @@ def weight(*shape: int, seed: int = 0) -> Tensor:
 @on_formats
 def test_packed_weights_are_near_and_have_the_bytes_that_the_format_says(name):
     kind, given = FORMATS[name], weight(3, 128, 256)
-    codes, scales = kind.quantize(given)
-    found = kind.dequantize(codes, scales, BF16)
-    assert kind.shape_of(codes) == found.shape == given.shape
+    stored = kind.quantize(given)
+    found = kind.dequantize(stored, BF16)
+    assert kind.shape_of(stored[0]) == found.shape == given.shape
     assert (found - given).norm() / given.norm() < FORMAT_ERRORS[name]
-    assert codes.nbytes + scales.nbytes == kind.nbytes(given.shape)
+    assert sum(each.nbytes for each in stored) == kind.nbytes(given.shape)
     of_meta = kind.quantize(given.to("meta"))
-    for ours, meta in zip((codes, scales), of_meta, strict=True):
+    for ours, meta in zip(stored, of_meta, strict=True):
         assert (ours.shape, ours.dtype) == (meta.shape, meta.dtype)
 
 
 @on_formats
 def test_what_came_from_a_format_is_kept_by_it(name):
     kind = FORMATS[name]
-    given = kind.dequantize(*kind.quantize(weight(2, 128, 256)), FP32)
-    found = kind.dequantize(*kind.quantize(given), FP32)
+    given = kind.dequantize(kind.quantize(weight(2, 128, 256)), FP32)
+    found = kind.dequantize(kind.quantize(given), FP32)
     if name == "fp8":  # whose largest number times its scale is rounded
         assert (found - given).abs().max() <= 2e-7 * given.abs().max()
+    elif name == "nf4_double":  # whose scales have another mean
+        assert (found - given).abs().max() <= 0.05 * given.abs().max()
     else:
         assert torch.equal(found, given)
 
@@ -60,7 +68,7 @@ def test_what_came_from_a_format_is_kept_by_it(name):
 def test_zeros_and_blocks_of_zeros_stay_zero(name):
     kind, given = FORMATS[name], weight(1, 128, 256)
     given[:, :, :128] = 0
-    found = kind.dequantize(*kind.quantize(given), BF16)
+    found = kind.dequantize(kind.quantize(given), BF16)
     assert not found[:, :, :128].any()
     assert found.isfinite().all()
 
@@ -72,7 +80,7 @@ def test_nf4_is_a_table_times_the_largest_number_of_64():
     high, low = codes >> 4, codes & 15
     numbers = torch.tensor(NF4_VALUES)[torch.stack([high, low], -1).flatten(-2).int()]
     expected = (numbers.view(2, 4, 2, 64) * absmax[..., None]).view(2, 4, 128)
-    assert torch.equal(kind.dequantize(codes, absmax, FP32), expected)
+    assert torch.equal(kind.dequantize((codes, absmax), FP32), expected)
     apart = (expected - given.float()).view(2, 4, 2, 64).abs().amax(-1) / absmax
     assert apart.max() <= max(b - a for a, b in pairwise(NF4_VALUES)) / 2
 
@@ -86,8 +94,32 @@ def test_nf4_is_that_of_bitsandbytes():
         codes, absmax = FORMATS["nf4"].quantize(given)
         assert torch.equal(codes.view(-1), packed.view(-1))
         assert torch.equal(absmax.view(-1), state.absmax)
-        found = FORMATS["nf4"].dequantize(codes, absmax, dtype)
+        found = FORMATS["nf4"].dequantize((codes, absmax), dtype)
         assert torch.equal(found, functional.dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("shape", [(1, 512, 128), (3, 96, 192)])
+def test_double_nf4_is_that_of_bitsandbytes(shape):
+    """One matrix has one offset there, and its last group may be a part of one."""
+    functional = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes").functional
+    given = weight(*shape) * torch.rand(*shape[:2], 1)
+    stored = FORMATS["nf4_double"].quantize(given)
+    options = dict(blocksize=64, quant_type="nf4", compress_statistics=True)
+    for number, matrix in enumerate(given):
+        packed, state = functional.quantize_4bit(matrix, **options)
+        nested = state.state2
+        codes, absmax, largest, offset = (each[number] for each in stored)
+        assert torch.equal(torch.tensor(DYNAMIC_VALUES), nested.code)
+        assert torch.equal(codes.view(-1), packed.view(-1))
+        torch.testing.assert_close(offset, state.offset.expand_as(offset), rtol=1e-6, atol=0)
+        torch.testing.assert_close(largest, nested.absmax, rtol=1e-5, atol=0)
+        apart = absmax.view(-1).int() - state.absmax.int()
+        assert apart.abs().max() <= 1  # means that were added up otherwise
+        assert apart.ne(0).float().mean() < 0.01
+        theirs = packed.view_as(codes), state.absmax.view_as(absmax), nested.absmax
+        theirs = tuple(each[None] for each in (*theirs, state.offset.expand_as(offset)))
+        found = FORMATS["nf4_double"].dequantize(theirs, FP32)
+        assert torch.equal(found[0], functional.dequantize_4bit(packed, state))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -96,7 +128,7 @@ def test_mxfp4_is_that_of_transformers_for_every_byte_and_every_scale(dtype):
     every = torch.arange(256, dtype=torch.uint8).expand(255, 256).contiguous().view(1, 255, 256)
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
     expected = mxfp4.convert_moe_packed_tensors(every.view(1, 255, 16, 16), scales, dtype=dtype)
-    found = FORMATS["mxfp4"].dequantize(every, scales, dtype)
+    found = FORMATS["mxfp4"].dequantize((every, scales), dtype)
     assert torch.equal(found, expected.transpose(1, 2))
 
 
@@ -105,9 +137,9 @@ def test_mxfp4_takes_the_nearest_number_and_the_even_code_between_two():
     nearest = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -0.0, -4.0, 6.0]
     given = torch.zeros(1, 1, 32)
     given[0, 0, : len(between)] = torch.tensor(between)
-    codes, scales = FORMATS["mxfp4"].quantize(given)
-    assert scales.item() == 127
-    found = FORMATS["mxfp4"].dequantize(codes, scales, FP32)
+    stored = FORMATS["mxfp4"].quantize(given)
+    assert stored[1].item() == 127
+    found = FORMATS["mxfp4"].dequantize(stored, FP32)
     assert found[0, 0, : len(nearest)].tolist() == nearest
     assert {*E2M1_VALUES} >= {*found.unique().tolist()}
 
@@ -127,47 +159,50 @@ def test_fp8_is_that_of_transformers():
     assert torch.equal(scales, expected["w.weight_scale_inv"])
     for dtype in (BF16, FP32):
         theirs = fp8.Fp8Dequantize(Quantizer())._dequantize_one(codes, scales, dtype)
-        assert torch.equal(FORMATS["fp8"].dequantize(codes, scales, dtype), theirs)
+        assert torch.equal(FORMATS["fp8"].dequantize((codes, scales), dtype), theirs)
 
 
 def test_what_does_not_fit_is_an_error():
-    with pytest.raises(ValueError, match="no format 'int3' .* known are nf4, mxfp4, fp8"):
+    with pytest.raises(
+        ValueError, match="no format 'int3' .* known are nf4, nf4_double, mxfp4, fp8"
+    ):
         format_named("int3")
     for name, shape in (("nf4", (2, 8, 96)), ("mxfp4", (2, 8, 48)), ("fp8", (2, 96, 128))):
         with pytest.raises(ValueError, match=rf"{name} packs blocks of .*\(2, .* does not divide"):
             FORMATS[name].quantize(weight(*shape))
-    packed = pack("nf4", weight(2, 8, 64), Scratch())
+    codes, scales = (packed := pack("nf4", weight(2, 8, 64), Scratch())).stored
+    rows, ends = weight(3, 64), torch.tensor([1, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match="nf4 has codes and scales of .*float32, got .*bfloat16"):
-        replace(packed, scales=packed.scales.to(BF16)).dense()
+        packed_gemm(rows, replace(packed.mT, stored=(codes, scales.to(BF16))), ends)
     with pytest.raises(ValueError, match="do not fit codes"):
-        replace(packed, scales=packed.scales[:1]).dense()
+        replaced = replace(packed.mT, stored=(codes, scales[:1]))
+        packed_gemm(rows, replaced, ends)
 
 
 def pack(name: str, stored: Tensor, scratch: Scratch, transposed: bool = False) -> PackedWeight:
-    return PackedWeight(*FORMATS[name].quantize(stored), name, stored.dtype, transposed, scratch)
+    return PackedWeight(FORMATS[name].quantize(stored), name, stored.dtype, transposed, scratch)
 
 
-def test_weights_share_one_memory_and_the_last_one_is_there():
-    scratch = Scratch()
-    first, second = weight(2, 8, 64), weight(2, 4, 64, seed=1)
-    scratch.announce(first.shape, BF16)
-    packed = [pack("nf4", each, scratch) for each in (first, second)]
-    dense = [each.dense() for each in packed]
-    assert dense[0].data_ptr() == dense[1].data_ptr()
-    assert torch.equal(dense[1], FORMATS["nf4"].dequantize(*FORMATS["nf4"].quantize(second), BF16))
-    assert scratch.nbytes == first.nbytes == dense[0].untyped_storage().nbytes()
-    assert packed[0].to(FP32).dense().dtype == FP32
+def test_the_scratch_has_room_for_the_largest_part_of_a_weight(monkeypatch):
+    scratch, small, large = Scratch(), weight(2, 8, 64), weight(5, 4, 64)
+    for each in (small, large):
+        scratch.announce(each.shape, BF16)
+    assert scratch.nbytes == large.nbytes
+    monkeypatch.setattr(packed_weights, "MOST_BYTES", 2 * large[0].nbytes)
+    parts = Scratch()
+    for each in (large, small):
+        parts.announce(each.shape, BF16)
+    assert parts.nbytes == 2 * large[0].nbytes  # of two experts, and of one with more rows
 
 
 def test_outgrown_memory_keeps_its_address():
-    scratch = Scratch()
-    small, large = (pack("nf4", weight(n, 8, 64), scratch) for n in (1, 4))
-    before, after = small.dense(), large.dense()
+    scratch, cpu = Scratch(), torch.device("cpu")
+    before, after = (scratch.at((n, 8, 64), BF16, cpu) for n in (1, 4))
     assert before.data_ptr() != after.data_ptr()
-    expected = before.clone()
-    large.dense().fill_(7)
-    assert torch.equal(before, expected)
-    assert small.dense().data_ptr() == after.data_ptr()
+    before.fill_(3)
+    after.fill_(7)
+    assert before.eq(3).all()
+    assert scratch.at((1, 8, 64), BF16, cpu).data_ptr() == after.data_ptr()
 
 
 def test_copies_of_a_scratch_are_scratches_of_their_own():
@@ -210,14 +245,19 @@ def both(name: str) -> tuple[list[PackedWeight], list[Tensor], Scratch]:
     """Experts in few bits, and their weights dequantised before."""
     scratch, kind = Scratch(), FORMATS[name]
     packed = [pack(name, each, scratch, transposed=True) for each in stored()]
-    dense = [kind.dequantize(each.codes, each.scales, BF16).mT for each in packed]
+    dense = [kind.dequantize(each.stored, BF16).mT for each in packed]
     return packed, dense, scratch
 
 
 @on_formats
+@pytest.mark.parametrize("at_once", [1, 2, E])
 @pytest.mark.parametrize("beside", [False, True], ids=["frozen", "LoRA"])
-def test_experts_are_those_of_dequantised_weights_bit_for_bit(name, beside):
-    packed, dense, _ = both(name)
+def test_experts_are_those_of_dequantised_weights_bit_for_bit(name, beside, at_once, monkeypatch):
+    """However many experts are dequantised at once."""
+    monkeypatch.setattr(packed_weights, "MOST_BYTES", at_once * stored()[0][0].nbytes)
+    packed, dense, scratch = both(name)
+    scratch.announce(packed[0].shape, BF16)
+    assert scratch.nbytes <= -(-E // -(-E // at_once)) * stored()[0][0].nbytes
     torch.manual_seed(2)
     found = results(leaves(), packed, beside)
     torch.manual_seed(2)
@@ -244,20 +284,13 @@ def test_nobody_reads_the_scratch_between_products(beside, monkeypatch):
     packed, _, scratch = both("nf4")
     torch.manual_seed(2)
     expected = results(leaves(), packed, beside)
-    from moe_graphs.kernels.routed_experts import lora, sums
+    product = packed_weights.rows_of_experts
 
-    def poisoning(product):
-        def multiply(*args):
-            found = product(*args)
-            scratch.at((scratch.nbytes,), torch.uint8, found.device).fill_(255)
-            return found
+    def poisoning(*args):
+        product(*args)
+        scratch.at((scratch.nbytes,), torch.uint8, args[0].device).fill_(255)
 
-        return multiply
-
-    for module in (lora, sums):
-        for name in ("grouped_gemm_forward", "grouped_gemm_dgrad", "grouped_gemm_with_lora"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, poisoning(getattr(module, name)))
+    monkeypatch.setattr(packed_weights, "rows_of_experts", poisoning)
     torch.manual_seed(2)
     assert all(map(torch.equal, results(leaves(), packed, beside), expected))
 
@@ -279,6 +312,7 @@ def test_split_backward_has_the_same_bits():
 
 def test_no_weight_is_kept_for_the_backward():
     packed, _, scratch = both("nf4")
+    scratch.announce(packed[0].shape, BF16)
     given, order = leaves(), route_rows(torch.rand(T, E).argsort(1)[:, :K], E)
     kept = kept_bytes(
         lambda: routed_experts_with_lora(given[0], order, given[1], *packed, None, None)

@@ -11,11 +11,14 @@ from test_packed_weights import pack, weight
 from torch import Tensor
 
 from kernel_check import error
-from moe_graphs.kernels import RowOrder, route_rows
-from moe_graphs.kernels.packed_weights import FORMATS, PackedWeight, Scratch
+from moe_graphs.kernels import RowOrder, packed_weights, route_rows
+from moe_graphs.kernels.packed_weights import FORMATS, PackedWeight, Scratch, packed_gemm
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from replays import check_replays
 
+triton_kernels = pytest.importorskip(
+    "moe_graphs.kernels.packed_weights.triton_kernels", reason="needs triton"
+)
 pytestmark = pytest.mark.gpu
 T, D, F, E, K, RANK = 512, 512, 256, 8, 2, 16
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -23,13 +26,14 @@ SHAPES = ((3, 128, 128), (5, 384, 1408), (128, 1536, 2048))
 on_formats = pytest.mark.parametrize("name", FORMATS)
 
 
-def every_code(name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def every_code(name: str, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Codes and scales of all values, but for NaN and infinity."""
     kind = FORMATS[name]
-    codes, scales = (
+    stored = tuple(
         torch.empty(each, dtype=dtype, device="cuda")
         for each, dtype in zip(kind.packed_shapes(shape), kind.dtypes, strict=True)
     )
+    codes, scales, *others = stored
     numbers = torch.arange(codes.numel(), device="cuda") * 7 + codes.numel() // 3
     numbers = numbers.remainder(256)
     if name == "fp8":
@@ -39,19 +43,20 @@ def every_code(name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         scales.view(-1).copy_(torch.arange(scales.numel(), device="cuda") * 11 % 252)
     else:
         scales.uniform_(1e-4, 3)
-    return codes, scales
+    for each in others:
+        each.uniform_(1e-4, 3)
+    return stored
 
 
 @on_formats
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_the_kernel_has_the_bits_of_the_plain_path(name, shape, dtype):
-    codes, scales = every_code(name, shape)
-    scratch = Scratch()
-    scratch.at(shape, dtype, codes.device).fill_(float("nan"))
-    packed = PackedWeight(codes, scales, name, dtype, False, scratch)
-    for codes_MN, scales_MN, found_MN in zip(codes, scales, packed.dense(), strict=True):
-        expected = FORMATS[name].dequantize(codes_MN[None], scales_MN[None], dtype)
+    stored = every_code(name, shape)
+    out = torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+    triton_kernels.unpack(FORMATS[name], stored, out)
+    for *stored_MN, found_MN in zip(*stored, out, strict=True):
+        expected = FORMATS[name].dequantize([each[None] for each in stored_MN], dtype)
         assert torch.equal(found_MN, expected[0])
 
 
@@ -59,7 +64,10 @@ def test_the_kernel_has_the_bits_of_the_plain_path(name, shape, dtype):
 def test_quantising_on_a_gpu_is_that_of_the_cpu(name):
     given = weight(3, 256, 256)
     ours, of_cpu = FORMATS[name].quantize(given.cuda()), FORMATS[name].quantize(given)
-    torch.testing.assert_close(ours[1].cpu(), of_cpu[1], rtol=1e-6, atol=0)
+    if name == "nf4_double":  # whose means are added up otherwise
+        assert (ours[1].cpu().int() - of_cpu[1].int()).abs().max() <= 1
+    else:
+        torch.testing.assert_close(ours[1].cpu(), of_cpu[1], rtol=1e-6, atol=0)
     apart = ours[0].cpu().view(torch.uint8) != of_cpu[0].view(torch.uint8)
     assert apart.float().mean() < 1e-3  # divisions may round otherwise
 
@@ -77,7 +85,7 @@ def experts(name: str) -> tuple[list[PackedWeight], list[Tensor], Scratch]:
     scratch, kind = Scratch(), FORMATS[name]
     given = [weight(E, 2 * F, D).cuda() * 0.05, weight(E, D, F, seed=1).cuda() * 0.05]
     packed = [pack(name, each, scratch, transposed=True) for each in given]
-    dense = [kind.dequantize(each.codes, each.scales, BF16).mT for each in packed]
+    dense = [kind.dequantize(each.stored, BF16).mT for each in packed]
     return packed, dense, scratch
 
 
@@ -95,8 +103,10 @@ def results(given: list[Tensor], weights: list, rows: RowOrder, beside: bool) ->
 
 
 @on_formats
+@pytest.mark.parametrize("at_once", [3, E])
 @pytest.mark.parametrize("beside", [False, True], ids=["frozen", "LoRA"])
-def test_experts_are_those_of_dequantised_weights_bit_for_bit(name, beside):
+def test_experts_are_those_of_dequantised_weights_bit_for_bit(name, beside, at_once, monkeypatch):
+    monkeypatch.setattr(packed_weights, "MOST_BYTES", at_once * 4 * F * D)
     packed, dense, _ = experts(name)
     found, expected = (results(leaves(), each, order(), beside) for each in (packed, dense))
     assert all(map(torch.equal, found, expected))
@@ -104,7 +114,8 @@ def test_experts_are_those_of_dequantised_weights_bit_for_bit(name, beside):
 
 
 @on_formats
-def test_replays_over_a_poisoned_scratch_have_the_bits_of_eager(name):
+def test_replays_over_a_poisoned_scratch_have_the_bits_of_eager(name, monkeypatch):
+    monkeypatch.setattr(packed_weights, "MOST_BYTES", 12 * F * D)  # three experts
     packed, _, scratch = experts(name)
     given, rows = leaves(), order()
 
@@ -138,9 +149,10 @@ def test_layers_share_one_memory():
         [pack("nf4", weight(*shape).cuda(), scratch, transposed=True) for shape in SHAPES[1:2] * 2]
         for _ in range(8)
     ]
+    rows, ends = weight(5, 1408).cuda(), torch.arange(1, 6, dtype=torch.int32, device="cuda")
     for layer in layers:
         for packed in layer:
-            packed.dense()
+            packed_gemm(rows, packed, ends)
     bytes_packed = 16 * kind.nbytes(SHAPES[1])
     taken = torch.cuda.memory_allocated() - before
     assert taken <= bytes_packed + scratch.nbytes + (1 << 20), taken

@@ -166,7 +166,7 @@ def _weighted_swiglu() -> None:
             routed_experts_triton.weighted_swiglu(rows, weights, order, *gate)
             for with_result in (True, False):
                 routed_experts_triton.weighted_swiglu_backward(
-                    rows, rows[:, :1440], weights, order, False, with_result, *gate
+                    rows, rows[:, :1440].contiguous(), weights, order, False, with_result, *gate
                 )
 
 
@@ -277,7 +277,7 @@ def _packed_weights() -> None:
         stored = [torch.empty(shape, dtype=dtype) for shape, dtype in pairs]
         for dtype in (BF16, FP32):
             out = torch.empty(2, 256, 256, dtype=dtype)
-            packed_weights_triton.unpack(kind, *stored, out)
+            packed_weights_triton.unpack(kind, stored, out)
 
 
 def _fp8() -> None:

@@ -36,7 +36,7 @@ class ExpertsInFewBits(QuantizationConfigMixin):  # type: ignore[misc]
     codes as they are.
 
     Args:
-        format: ``"nf4"``, ``"mxfp4"`` or ``"fp8"``.
+        format: ``"nf4"``, ``"nf4_double"``, ``"mxfp4"`` or ``"fp8"``.
 
     Raises:
         ValueError: there is no such format. ``from_pretrained`` raises it for experts that

@@ -49,10 +49,8 @@ def weight_of(experts: Any, name: str, *, is_transposed: bool) -> Tensor | Packe
     if packing is None:
         weight: Tensor = getattr(experts, name)
         return weight if is_transposed else weight.transpose(1, 2)
-    codes, scales = (getattr(experts, name + end) for end in FORMATS[packing.format].suffixes)
-    return PackedWeight(
-        codes, scales, packing.format, packing.dtype, packing.transposed, packing.scratch
-    )
+    stored = tuple(getattr(experts, name + end) for end in FORMATS[packing.format].suffixes)
+    return PackedWeight(stored, packing.format, packing.dtype, packing.transposed, packing.scratch)
 
 
 def dense_stand_in(experts: Any) -> Any:

@@ -58,9 +58,10 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Packs the frozen experts of a transformers model into few bits, in place.
 
-    Parameters ``gate_up_proj`` and ``down_proj`` of each experts module make way for two packed
-    ones each, and their memory is free once nobody else holds them. Forward and backward dequantise
-    a layer's weights into one scratch that all layers share; no gradient of them is computed. The
+    Parameters ``gate_up_proj`` and ``down_proj`` of each experts module make way for packed ones,
+    and their memory is free once nobody else holds them. Forward and backward dequantise the
+    weights of a part of a layer's experts at a time into one scratch that all layers share; no
+    gradient of them is computed. The
     state dictionary has the packed ones: ``load_state_dict`` of a model that was quantised in the
     same way takes it, also with ``assign=True`` if it was quantised on the meta device.
 
@@ -69,7 +70,7 @@ def quantize_experts(
 
     Args:
         model: a ``PreTrainedModel``, or PEFT's around it.
-        format: ``"nf4"``, ``"mxfp4"`` or ``"fp8"``.
+        format: ``"nf4"``, ``"nf4_double"``, ``"mxfp4"`` or ``"fp8"``.
         device: where packed weights go, layer by layer, so that a model on the CPU needs no room
             for its experts in bf16 on a GPU. ``model.to(device)`` moves the rest. By default they
             stay where they are.
@@ -278,7 +279,7 @@ def _why_own_fp8(experts: Any) -> str | None:
         if not isinstance(scales, Tensor):
             return f"{name} has no scale_inv"
         try:
-            FORMATS["fp8"].check(weight, scales)
+            FORMATS["fp8"].check((weight, scales))
         except ValueError as error:
             return str(error)
         if weight.requires_grad or scales.requires_grad:

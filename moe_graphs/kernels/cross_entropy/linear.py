@@ -38,8 +38,11 @@ from moe_graphs.kernels.launching import cdiv
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.precision import accumulation_dtype, product_in, to_autocast
 
-CHUNK_BYTES = 1 << 30
-"""Size that the logits of one chunk may have."""
+CHUNK_BYTES = {True: 1 << 30, False: 1 << 28}
+"""Size that the logits of one chunk may have, by whether the weight gets a gradient.
+
+That gradient is read and written for every chunk. Without it small chunks cost nothing.
+"""
 _ROWS_AT_A_TIME = 128  # chunks have a multiple of it: tiles of a matrix product are then full
 
 
@@ -64,7 +67,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     rule: LossRule = PLAIN,
     shared: SharedColumns | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """``cross_entropy(hidden @ weight.t(), targets)`` without the logits of more than a chunk.
 
@@ -77,7 +80,7 @@ def linear_cross_entropy(
         rule: scale and soft cap of the logits, label smoothing, z-loss.
         shared: the columns of this rank, if several ranks share the weight's rows. The gradient of
             the hidden states is then this rank's addend.
-        chunk_bytes: size that the logits of one chunk may have.
+        chunk_bytes: size that the logits of one chunk may have; None takes ``CHUNK_BYTES``.
 
     Returns:
         fp32 (fp64 for fp64 operands), a scalar or ``[N]``.
@@ -88,6 +91,8 @@ def linear_cross_entropy(
     """
     _check(hidden_ND, weight_VD, targets_N, reduction)
     hidden_ND, weight_VD = to_autocast(hidden_ND, weight_VD)
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES[weight_VD.requires_grad and torch.is_grad_enabled()]
     rows = _chunk_rows(hidden_ND, weight_VD, chunk_bytes)
     return _LinearCrossEntropy.apply(
         hidden_ND, weight_VD, targets_N, ignore_index, reduction, rule, shared, rows,
@@ -127,6 +132,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             if has_backward and not later:
                 gradients.add(part, logits_NV, columns_N[part], logsumexp_N[part], scale)
+            del logits_NV  # before the next chunk is there
         ctx.is_later, ctx.rows = later, rows
         if later:
             ctx.save_for_backward(hidden_ND, weight_VD, columns_N, logsumexp_N, scale)
@@ -152,6 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits_NV = hidden_ND[part] @ weight_VD.t()
             of_rows = scale_N[part] if scale_N.dim() else scale_N
             gradients.add(part, logits_NV, columns_N[part], logsumexp_N[part], of_rows)
+            del logits_NV
         of_weight = gradients.of_weight
         of_weight = None if of_weight is None else of_weight.to(weight_VD.dtype)
         return gradients.of_hidden, of_weight, *[None] * 7

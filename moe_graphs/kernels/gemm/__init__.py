@@ -10,7 +10,7 @@ Shapes: R routed rows, E experts, K and N the two sides of the product.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -176,12 +176,14 @@ def rows_on_gpu(
     offsets_E: Tensor,
     zero_tail: bool,
     beside: tuple[Tensor, Tensor] | None = None,
+    **part: Any,
 ) -> Tensor:
     """Rows times ``w_EKN``, which may be a transposed view: the kernels read either as it lies.
 
     Args:
         beside: rows ``[R, r]`` and matrices ``[E, r, N]``, whose product is added. Matrices that
             lie otherwise than ``w_EKN`` are copied.
+        part: ``out`` and ``first`` of ``launch.matmul_rows``.
     """
     if not has_triton():
         out_RN = _grouped_mm(x_RK, w_EKN, offsets_E, zero_tail)
@@ -200,8 +202,57 @@ def rows_on_gpu(
         offsets_E,
         transposed=transposed,
         beside=None if beside is None else as_they_lie(*beside),
+        **part,
     )
     return zero_tail_(out_RN, offsets_E) if zero_tail else out_RN
+
+
+def rows_of_experts(
+    x_RK: Tensor,
+    w_eKN: Tensor,
+    offsets_E: Tensor,
+    first: int,
+    out_RN: Tensor,
+    beside: tuple[Tensor, Tensor] | None,
+) -> None:
+    """The rows of experts ``first`` to ``first + e`` of a product; ``add_beside`` completes it.
+
+    Args:
+        w_eKN: the weights of these experts. On a GPU without Triton they are those of all.
+        beside: as in ``rows_on_gpu``, of all experts.
+    """
+    end = first + len(w_eKN)
+    if not x_RK.is_cuda:
+        ends = offsets_E.tolist()
+        rows = slice(ends[first - 1] if first else 0, ends[end - 1])
+        offsets_e = offsets_E[first:end] - rows.start
+        if beside is None:
+            found_rN = reference.grouped_gemm(x_RK[rows], w_eKN, offsets_e)
+        else:
+            second = beside[0][rows], beside[1][first:end]
+            found_rN = reference.grouped_gemm_with_lora(x_RK[rows], w_eKN, *second, offsets_e)
+        out_RN[rows] = found_rN
+    elif has_triton():
+        if beside is not None:
+            beside = (beside[0], beside[1][first:end]) if _adds_beside(x_RK, offsets_E) else None
+        rows_on_gpu(x_RK, w_eKN, offsets_E, False, beside, out=out_RN, first=first)
+    else:
+        out_RN.copy_(_grouped_mm(x_RK, w_eKN, offsets_E, False))
+
+
+def add_beside(out_RN: Tensor, offsets_E: Tensor, beside: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Adds the second product to all rows, where kernels do not add it within the first one."""
+    if beside is not None and out_RN.is_cuda and not _adds_beside(beside[0], offsets_E):
+        out_RN += rows_on_gpu(*beside, offsets_E, False)
+    return out_RN
+
+
+def _adds_beside(x: Tensor, offsets_E: Tensor) -> bool:
+    if not has_triton():
+        return False
+    from moe_graphs.kernels.gemm.launch import rows_variant
+
+    return rows_variant(x, len(offsets_E), x.shape[1]).adds_beside
 
 
 def _grouped_mm(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor, zero_tail: bool) -> Tensor:

@@ -46,6 +46,7 @@ def matmul_rows(
     out: torch.Tensor | None = None,
     variant: Variant | None = None,
     beside: Pair | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """``out_RN[r] = x_RK[r] @ w[e]`` for the rows of expert e: forward, and the input gradient.
 
@@ -60,12 +61,15 @@ def matmul_rows(
         beside: rows [R, r] and matrices laid out as w, whose product is added. Kernels add it
             within their sum. The variant tma alone sums two products that were rounded, also in
             the rows past the last end.
+        first: the number of the expert that w (and what is beside) begins with. w may have fewer
+            experts than there are ends: the rows of the others are neither read nor written.
 
     Raises:
         ValueError: memory that the kernels do not take, or a variant that the GPU does not run.
     """
     (rows, K), device = x_RK.shape, x_RK.device
     experts, N = w_EKN.shape[0], w_EKN.shape[1 if transposed else 2]
+    is_part = experts < offsets_E.numel()
     if out is None:
         out = x_RK.new_empty(rows, N)
     check_memory(x=x_RK, w=w_EKN, out=out)
@@ -74,11 +78,11 @@ def matmul_rows(
     if rows == 0:
         return out
     if variant is None:
-        gpu = architecture_of(device)
-        variant = row_variant(choose_rows(gpu, x_RK.dtype, rows, experts), N, gpu)
+        variant = rows_variant(x_RK, offsets_E.numel(), N)
     v, grid, last_round, partials = variant, sm_count(device), None, None
     kernels = kernels_of(v, device)
     if beside is not None and not v.adds_beside:
+        assert not is_part
         matmul_rows(x_RK, w_EKN, offsets_E, transposed=transposed, out=out, variant=v)
         return out.add_(matmul_rows(*beside, offsets_E, transposed=transposed, variant=v))
     if v.partial_sums and K >= LONG_SUM:
@@ -86,11 +90,17 @@ def matmul_rows(
         last_round = LastRound(cdiv(N, v.block_n), steps, grid)
         shape = (grid, v.block_m, v.block_n)
         partials = torch.empty(shape, dtype=torch.float32, device=device)
-    work = row_tiles(offsets_E, rows, v.block_m, last_round)
+    work = row_tiles(offsets_E[first : first + experts], rows, v.block_m, last_round, bool(first))
     kernels.rows_launch(v, x_RK, w_EKN, out, work, transposed, grid, partials, beside).run()
     if last_round is not None and partials is not None:
         add_cut_tiles_(out, partials, work, last_round)
     return out
+
+
+def rows_variant(x_RK: torch.Tensor, experts: int, columns: int) -> Variant:
+    """The variant of ``matmul_rows`` for these rows, all experts and the columns of ``out``."""
+    gpu = architecture_of(x_RK.device)
+    return row_variant(choose_rows(gpu, x_RK.dtype, len(x_RK), experts), columns, gpu)
 
 
 def matmul_rows_fp8(

@@ -115,12 +115,16 @@ def place(local, tiles_m, tiles_n):
 
 
 @triton.jit
-def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr):
-    """Expert numbers and group sizes (zero past the last expert), start and end of group `e`."""
+def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr, BEHIND: tl.constexpr):
+    """Expert numbers and group sizes (zero past the last expert), start and end of group `e`.
+
+    BEHIND: another expert's end lies before the first one.
+    """
     lane = tl.arange(0, EXPERTS)
     ends = tl.load(offsets_ptr + lane, mask=lane < num_experts, other=0)
-    starts = tl.load(offsets_ptr + lane - 1, mask=(lane > 0) & (lane < num_experts), other=0)
-    start = tl.load(offsets_ptr + e - 1, mask=e > 0, other=0)
+    own = (lane + BEHIND > 0) & (lane < num_experts)
+    starts = tl.load(offsets_ptr + lane - 1, mask=own, other=0)
+    start = tl.load(offsets_ptr + e - 1, mask=e + BEHIND > 0, other=0)
     return lane, ends - starts, start, tl.load(offsets_ptr + e)
 
 
@@ -128,10 +132,11 @@ def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr):
 def row_tiles_kernel(
     offsets_ptr, records_ptr, count_ptr, num_experts, tiles_n, steps,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):  # fmt: skip
     """One program per expert: the records of its own row tiles. Grid (E,)."""
     e = tl.program_id(0)
-    lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS)
+    lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS, BEHIND)
     first = tl.sum(tl.where(lane < e, tl.cdiv(sizes, BLOCK_M), 0), 0)
     tiles = tl.cdiv(end - start, BLOCK_M)
     for base in range(0, tiles, CHUNK):
@@ -207,7 +212,7 @@ def expert_order_kernel(
 ):  # fmt: skip
     """One program per expert: its records at its rank by length, so that the last wave is short."""
     e = tl.program_id(0)
-    lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS)
+    lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS, False)
     real = lane < num_experts
     own_parts, own_length = _parts(end - start, limit)
     parts, lengths = _parts(sizes, limit)
@@ -279,11 +284,16 @@ def zero_tail_(rows_RN: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
 
 
 def row_tiles(
-    offsets_E: torch.Tensor, rows: int, block_m: int, last_round: LastRound | None = None
+    offsets_E: torch.Tensor,
+    rows: int,
+    block_m: int,
+    last_round: LastRound | None = None,
+    is_behind: bool = False,
 ) -> WorkList:
     """Row tiles of every expert in order, at most `ceil(rows / block_m) + E` of them.
 
-    `offsets_E` int32 ends on the device. Rows past the last end belong to no tile.
+    `offsets_E` int32 ends on the device. Rows past the last end belong to no tile. `is_behind`:
+    they are a view behind the end of another expert, whose rows and those before have no tile.
     """
     experts = offsets_E.numel()
     cut = last_round or LastRound(1, 1, 0)
@@ -293,7 +303,7 @@ def row_tiles(
         row_tiles_kernel, (experts,),
         (offsets_E, work.records, work.count, experts, cut.tiles_n, cut.steps),
         BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), CHUNK=ROW_TILES_AT_ONCE,
-        PROGRAMS=cut.programs,
+        PROGRAMS=cut.programs, BEHIND=is_behind,
     )  # fmt: skip
     return work
 

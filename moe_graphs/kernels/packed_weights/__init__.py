@@ -1,15 +1,16 @@
 """Frozen weights in few bits, dequantised where a product needs them into memory that all share.
 
-A ``PackedWeight`` stands in for the weight of a grouped GEMM. ``dense()`` writes the whole weight
-into the model's ``Scratch`` and returns it there. The next ``dense()`` with the same scratch, of
-another layer or of the other product, overwrites it: a product reads it at once, and a backward
-asks again. No layer keeps a weight in bf16.
+A ``PackedWeight`` stands in for the weight of a grouped GEMM. ``packed_gemm`` writes the weights of
+a part of the experts into the model's ``Scratch``, multiplies the rows of these experts, and goes
+on to the next part. The next product, of another layer or of the backward, overwrites them. No
+layer keeps a weight in bf16, and no whole weight is there at any time.
 
 The scratch has one address for the life of the model, so graphs may bake it in. Layers run one
 after the other: each needs the output of the one before, and so does each backward. Batches that
 run on several streams at once wait for each other here.
 
-Shapes: E experts, M and N the two sides of a stored weight, X and Y those that a product reads.
+Shapes: R routed rows, E experts, M and N the two sides of a stored weight, X and Y those that a
+product reads, r rank.
 """
 
 from __future__ import annotations
@@ -25,30 +26,35 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_graphs.kernels.availability import has_kernel
+from moe_graphs.kernels.availability import has_kernel, has_triton
+from moe_graphs.kernels.gemm import add_beside, rows_of_experts
+from moe_graphs.kernels.launching import cdiv
 from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.packed_weights.reference import (
     FORMATS,
     PackedFormat,
+    Stored,
     format_named,
 )
 
-__all__ = ["FORMATS", "PackedFormat", "PackedWeight", "Scratch", "format_named", "unpack_weight"]
+__all__ = ["FORMATS", "PackedFormat", "PackedWeight", "Scratch", "format_named", "packed_gemm"]
 
+MOST_BYTES = 1 << 28
+"""Size that the weights of experts that are dequantised at once may have."""
 _numbers = itertools.count()
 # An op can take a number but no object. Modules of the model hold the object.
 _numbered: weakref.WeakValueDictionary[int, Scratch] = weakref.WeakValueDictionary()
 
 
 class Scratch:
-    """Memory that all layers of one model dequantise into, one weight at a time.
+    """Memory that all layers of one model dequantise into, a part of one weight at a time.
 
-    It is made in the first call on a device, as large as the largest weight that was announced.
-    Memory that is outgrown is kept, because graphs may hold its address.
+    It is made in the first call on a device, as large as the largest part of a weight that was
+    announced. Memory that is outgrown is kept, because graphs may hold its address.
 
     Attributes:
         number: what ops know it by.
-        nbytes: the size of the largest weight that was announced.
+        nbytes: the size of the largest part of a weight that was announced.
     """
 
     def __init__(self, nbytes: int = 0) -> None:
@@ -58,8 +64,9 @@ class Scratch:
         _numbered[self.number] = self
 
     def announce(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Makes room for weights of a shape."""
-        self.nbytes = max(self.nbytes, math.prod(shape) * dtype.itemsize)
+        """Makes room for a part of the weights ``[E, M, N]``."""
+        at_once = experts_at_once(shape, dtype)
+        self.nbytes = max(self.nbytes, math.prod((at_once, *shape[1:])) * dtype.itemsize)
 
     def at(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor at the beginning of the memory; it has the values of the last call.
@@ -67,7 +74,7 @@ class Scratch:
         Raises:
             ValueError: the memory has to be made, in a capture.
         """
-        self.announce(shape, dtype)
+        self.nbytes = max(self.nbytes, math.prod(shape) * dtype.itemsize)
         made = self._memory.setdefault(device, [])
         if not made or made[-1].nbytes < self.nbytes:
             made.append(_allocated(self.nbytes, device))
@@ -102,30 +109,54 @@ def _allocated(nbytes: int, device: torch.device) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+def experts_at_once(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The number of experts whose weights ``[E, M, N]`` are dequantised together."""
+    parts = cdiv(math.prod(shape) * dtype.itemsize, MOST_BYTES)
+    return max(1, cdiv(shape[0], max(1, parts)))
+
+
 @define_op(device="default")
-def unpack_weight(
-    codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype, scratch: int
+def packed_product(
+    x_RX: Tensor,
+    stored: Sequence[Tensor],
+    format: str,
+    transposed: bool,
+    scratch: int,
+    offsets_E: Tensor,
+    low_Rr: Tensor | None,
+    b_ErY: Tensor | None,
 ) -> Tensor:
-    """Dequantise a weight into the scratch of this number, and return it there.
-
-    It is there until the next call with the same scratch.
-
-    Returns:
-        ``[E, M, N]`` of ``dtype``, bitwise ``FORMATS[format].dequantize(...)``.
-    """
+    """``packed_gemm`` of a weight in the scratch of this number, in the dtype of the rows."""
     kind = FORMATS[format]
-    out_EMN = _numbered[scratch].at(kind.shape_of(codes), dtype, codes.device)
-    if has_kernel(out_EMN):
+    shape = experts, _, _ = kind.shape_of(stored[0])
+    # Without Triton a product on a GPU takes all experts.
+    is_whole = x_RX.is_cuda and not has_triton()
+    at_once = experts if is_whole else experts_at_once(shape, x_RX.dtype)
+    out_RY = x_RX.new_empty(x_RX.shape[0], shape[1 if transposed else 2])
+    beside = None if low_Rr is None or b_ErY is None else (low_Rr, b_ErY)
+    for first in range(0, experts, at_once):
+        part = slice(first, min(first + at_once, experts))
+        w_eMN = _unpacked(kind, [each[part] for each in stored], x_RX, _numbered[scratch])
+        w_eXY = w_eMN.transpose(1, 2) if transposed else w_eMN
+        rows_of_experts(x_RX, w_eXY, offsets_E, first, out_RY, beside)
+    return add_beside(out_RY, offsets_E, beside)
+
+
+def _unpacked(kind: PackedFormat, stored: Stored, x: Tensor, scratch: Scratch) -> Tensor:
+    """Weights ``[e, M, N]`` in the scratch; bitwise ``kind.dequantize(...)``."""
+    out_eMN = scratch.at(kind.shape_of(stored[0]), x.dtype, x.device)
+    if has_kernel(out_eMN):
         from moe_graphs.kernels.packed_weights import triton_kernels as packed_weights_triton
 
-        packed_weights_triton.unpack(kind, codes, scales, out_EMN)
-        return out_EMN
-    return out_EMN.copy_(kind.dequantize(codes, scales, dtype))
+        packed_weights_triton.unpack(kind, stored, out_eMN)
+        return out_eMN
+    return out_eMN.copy_(kind.dequantize(stored, x.dtype))
 
 
-@torch.library.register_fake("moe_graphs::unpack_weight")
-def _(codes, scales, format, dtype, scratch):
-    return codes.new_empty(FORMATS[format].shape_of(codes), dtype=dtype)
+@torch.library.register_fake("moe_graphs::packed_product")
+def _(x_RX, stored, format, transposed, scratch, offsets_E, low_Rr, b_ErY):
+    shape = FORMATS[format].shape_of(stored[0])
+    return x_RX.new_empty(x_RX.shape[0], shape[1 if transposed else 2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,14 +166,13 @@ class PackedWeight:
     It has the attributes by which operands are checked and cast.
 
     Attributes:
-        codes, scales: what ``FORMATS[format]`` stores.
-        dtype: that of ``dense()``.
+        stored: codes, scales and what else ``FORMATS[format]`` stores.
+        dtype: that of products, and of weights when they are dequantised.
         transposed: whether the product reads the transpose of what is stored.
-        scratch: where ``dense()`` writes.
+        scratch: where weights are dequantised to.
     """
 
-    codes: Tensor
-    scales: Tensor
+    stored: Stored
     format: str
     dtype: torch.dtype
     transposed: bool
@@ -152,12 +182,12 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        experts, rows, columns = FORMATS[self.format].shape_of(self.codes)
+        experts, rows, columns = FORMATS[self.format].shape_of(self.stored[0])
         return (experts, columns, rows) if self.transposed else (experts, rows, columns)
 
     @property
     def device(self) -> torch.device:
-        return self.codes.device
+        return self.stored[0].device
 
     @property
     def mT(self) -> PackedWeight:
@@ -168,12 +198,29 @@ class PackedWeight:
         return 3
 
     def to(self, dtype: torch.dtype) -> PackedWeight:
-        """A packed weight of the same numbers, whose ``dense()`` has another dtype."""
+        """A packed weight of the same numbers for products in another dtype."""
         return replace(self, dtype=dtype)
 
-    def dense(self) -> Tensor:
-        """``[E, X, Y]`` in the scratch, until the next call; never saved."""
-        FORMATS[self.format].check(self.codes, self.scales)
-        given = self.codes, self.scales, self.format, self.dtype, self.scratch.number
-        found_EMN: Tensor = unpack_weight(*given)
-        return found_EMN.transpose(1, 2) if self.transposed else found_EMN
+
+def packed_gemm(
+    rows_RX: Tensor,
+    weight: PackedWeight,
+    offsets_E: Tensor,
+    low_Rr: Tensor | None = None,
+    b_ErY: Tensor | None = None,
+) -> Tensor:
+    """``rows @ weight[e]`` for the rows of expert e, plus ``low @ b[e]`` within the same sum.
+
+    Rows past the last end hold anything. Not differentiable; nothing of the weight is kept.
+
+    Returns:
+        ``[R, Y]`` in the dtype of the rows, bitwise the product of a weight that was dequantised
+        before. A sum of 4,096 and more may be added up in other parts on Hopper.
+
+    Raises:
+        ValueError: what is stored is not of the format.
+    """
+    FORMATS[weight.format].check(weight.stored)
+    given = weight.stored, weight.format, weight.transposed, weight.scratch.number
+    found_RY: Tensor = packed_product(rows_RX, *given, offsets_E, low_Rr, b_ErY)
+    return found_RY

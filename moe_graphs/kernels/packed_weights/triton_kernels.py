@@ -13,7 +13,15 @@ import triton.language as tl
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moe_graphs.kernels.launching import cdiv, launch
-from moe_graphs.kernels.packed_weights.reference import FP8, PackedFormat, _FourBits
+from moe_graphs.kernels.packed_weights.reference import (
+    DYNAMIC_VALUES,
+    FP8,
+    MXFP4,
+    DoubleNF4,
+    PackedFormat,
+    Stored,
+    _FourBits,
+)
 
 BLOCKS = 64  # of a program with two codes per byte
 TILE = {"ROWS": 16, "COLS": 128}
@@ -21,9 +29,11 @@ TILE = {"ROWS": 16, "COLS": 128}
 
 @triton.jit
 def four_bits_kernel(
-    codes_ptr, scales_ptr, values_ptr, out_ptr, blocks,
-    HALF: tl.constexpr, HIGH_FIRST: tl.constexpr, POWERS: tl.constexpr, BLOCKS: tl.constexpr,
+    codes_ptr, scales_ptr, values_ptr, nested_ptr, offsets_ptr, nested_values_ptr, out_ptr, blocks,
+    per_expert, groups, HALF: tl.constexpr, HIGH_FIRST: tl.constexpr, POWERS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """With a GROUP scales are codes, and so many of an expert share `nested` and `offset`."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     inside = block < blocks
     byte_at = block * HALF + tl.arange(0, HALF)[None, :]
@@ -32,6 +42,12 @@ def four_bits_kernel(
     if POWERS:
         exponent = scale.to(tl.int32)  # biased as that of fp32 is; zero stands for 2**-127
         scale = tl.where(exponent == 0, 0x00400000, exponent << 23).to(tl.float32, bitcast=True)
+    if GROUP:
+        group = block // per_expert * groups + block % per_expert // GROUP
+        nested = tl.load(nested_ptr + group, mask=inside, other=0)
+        offset = tl.load(offsets_ptr + group, mask=inside, other=0)
+        # The product is rounded: a sum of its own does not become a part of it.
+        scale = tl.fma(tl.load(nested_values_ptr + scale.to(tl.int32)), nested, 0.0) + offset
     if HIGH_FIRST:
         first, second = both >> 4, both & 15
     else:
@@ -64,21 +80,23 @@ def float8_kernel(
     tl.store(out_ptr + where, number.to(out_ptr.dtype.element_ty))
 
 
-def unpack(
-    kind: PackedFormat, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Writes `kind.dequantize(codes, scales, out.dtype)` to `out`, which is contiguous."""
-    codes, scales = codes.contiguous(), scales.contiguous()
+def unpack(kind: PackedFormat, stored: Stored, out: torch.Tensor) -> None:
+    """Writes `kind.dequantize(stored, out.dtype)` to `out`, which is contiguous."""
+    codes, scales, *others = (each.contiguous() for each in stored)
     if isinstance(kind, _FourBits):
-        values = _values_on(codes.device, kind.values)
-        blocks = scales.numel()
+        values, blocks = _values_on(codes.device, kind.values), scales.numel()
+        nested, groups, group = [values] * 3, 1, 0
+        if isinstance(kind, DoubleNF4):
+            nested = [*others, _values_on(codes.device, DYNAMIC_VALUES)]
+            groups, group = others[0].shape[1], kind.group
         constants = dict(
             HALF=kind.block // 2,
             HIGH_FIRST=kind.high_first,
-            POWERS=scales.dtype == torch.uint8,
+            POWERS=isinstance(kind, MXFP4),
+            GROUP=group,
             BLOCKS=BLOCKS,
         )
-        given = (codes, scales, values, out, blocks)
+        given = (codes, scales, values, *nested, out, blocks, blocks // len(codes), groups)
         launch(four_bits_kernel, (cdiv(blocks, BLOCKS),), given, **constants)
     else:
         assert isinstance(kind, FP8), kind.name

@@ -171,6 +171,8 @@ class _DownProjection(torch.autograd.Function):
         grad_RD = spread_rows(grad_TD, order_R, inverse_TK, None, ctx.has_gaps)
         if wants_rows or wants_weights:
             grad_RF = grouped_gemm_dgrad(grad_RD, w2_EFD, offsets_E, False)
+            if not wants_w2:
+                del grad_RD
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
                 gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_w2
             )
@@ -208,14 +210,15 @@ def weighted_swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x_R2F`` and ``weights_TK``, and the result of ``weighted_swiglu`` again.
 
-    Gradients of pairs without a row are zero, and so are those of rows without a pair.
+    With a result ``grad_RF`` is lost: the result may be in its memory. Gradients of pairs without a
+    row are zero, and so are those of rows without a pair.
     """
     if has_kernel(x_R2F):
         from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 
-        return routed_experts_triton.weighted_swiglu_backward(
-            x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result, *gate
-        )
+        grad_RF = grad_RF.contiguous()
+        given = x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result, *gate
+        return *routed_experts_triton.weighted_swiglu_backward(*given), grad_RF
     return reference.weighted_swiglu_backward(
         x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps, *gate
     )

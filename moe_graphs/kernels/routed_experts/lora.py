@@ -35,7 +35,6 @@ from moe_graphs.kernels.gemm import (
     gradient_of_weights,
     grouped_gemm_dgrad,
     grouped_gemm_forward,
-    grouped_gemm_with_lora,
     is_transposed,
 )
 from moe_graphs.kernels.ops import wants_gradient
@@ -48,7 +47,12 @@ from moe_graphs.kernels.routed_experts import (
     weighted_swiglu,
     weighted_swiglu_backward,
 )
-from moe_graphs.kernels.routed_experts.sums import place_of_sums, product, sums_of_tokens
+from moe_graphs.kernels.routed_experts.sums import (
+    multiplied,
+    place_of_sums,
+    product,
+    sums_of_tokens,
+)
 from moe_graphs.kernels.row_order import RowOrder
 from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 
@@ -250,25 +254,18 @@ def _kept(ctx: Any, w_EMN: Tensor | PackedWeight, is_needed: bool) -> Tensor | N
     return w_EMN if is_needed and isinstance(w_EMN, Tensor) else None
 
 
-def _kept_again(ctx: Any, w_EMN: Tensor | None) -> Tensor:
-    packed: PackedWeight | None = ctx.packed
-    if packed is not None:
-        return packed.dense()
-    assert w_EMN is not None
-    return w_EMN
-
-
 def _gradient_of_rows(
     grad_RN: Tensor,
     low_Rr: Tensor | None,
-    w_EMN: Tensor,
+    w_EMN: Tensor | PackedWeight,
     a_EMr: Tensor | None,
     offsets_E: Tensor,
 ) -> Tensor:
     """``grad @ w.T + low @ a.T``, where ``low`` is ``grad @ b.T``."""
-    if a_EMr is None:
+    if a_EMr is None and isinstance(w_EMN, Tensor):
         return grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False)
-    return grouped_gemm_with_lora(grad_RN, w_EMN.mT, low_Rr, a_EMr.mT, offsets_E)
+    beside = () if a_EMr is None else (low_Rr, a_EMr.mT)
+    return multiplied(grad_RN, w_EMN.mT, offsets_E, *beside)
 
 
 class _UpProjection(torch.autograd.Function):
@@ -305,7 +302,7 @@ class _UpProjection(torch.autograd.Function):
         if wants_b:
             grad_b = gradient_of_weights(low_Rr, grad_R2F, offsets_E, is_transposed(b_Er2F))
         if wants_tokens:
-            w1_ED2F = _kept_again(ctx, frozen)
+            w1_ED2F = frozen if ctx.packed is None else ctx.packed
             grad_tokens = _gradient_of_rows(grad_R2F, grad_low_Rr, w1_ED2F, a_EDr, offsets_E)
             if not ctx.is_sorted:
                 grad_tokens = collect_rows(grad_tokens, inverse_TK, None, ctx.has_gaps)
@@ -349,8 +346,10 @@ class _DownProjection(torch.autograd.Function):
         if a_EFr is not None and (wants_rows or wants_a or wants_weights):
             grad_low_Rr = grouped_gemm_dgrad(grad_RD, b_ErD, offsets_E, False)
         if wants_rows or wants_weights:
-            w2_EFD = _kept_again(ctx, frozen)
+            w2_EFD = frozen if ctx.packed is None else ctx.packed
             grad_RF = _gradient_of_rows(grad_RD, grad_low_Rr, w2_EFD, a_EFr, offsets_E)
+            if not wants_b:
+                del grad_RD
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
                 gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_factors
             )

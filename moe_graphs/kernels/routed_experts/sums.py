@@ -16,13 +16,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_graphs.kernels.gemm import grouped_gemm_forward, grouped_gemm_with_lora
-from moe_graphs.kernels.packed_weights import PackedWeight
+from moe_graphs.kernels.packed_weights import PackedWeight, packed_gemm
 from moe_graphs.kernels.permute import collect_rows
 from moe_graphs.kernels.swiglu import ClampedGate, swiglu_forward
 
 
-def dense(w_EMN: Tensor | PackedWeight) -> Tensor:
-    return w_EMN.dense() if isinstance(w_EMN, PackedWeight) else w_EMN
+def multiplied(
+    rows_RM: Tensor,
+    w_EMN: Tensor | PackedWeight,
+    offsets_E: Tensor,
+    low_Rr: Tensor | None = None,
+    b_ErN: Tensor | None = None,
+) -> Tensor:
+    """``rows @ w``, or ``rows @ w + low @ b`` as one sum, of a weight in few bits or not."""
+    if isinstance(w_EMN, PackedWeight):
+        return packed_gemm(rows_RM, w_EMN, offsets_E, low_Rr, b_ErN)
+    if low_Rr is None:
+        return grouped_gemm_forward(rows_RM, w_EMN, offsets_E, False)
+    return grouped_gemm_with_lora(rows_RM, w_EMN, low_Rr, b_ErN, offsets_E)
 
 
 def product(
@@ -39,9 +50,9 @@ def product(
     if bias_EN is not None:
         beside.append(_bias_as_product(len(rows_RM), bias_EN))
     if not beside:
-        return grouped_gemm_forward(rows_RM, dense(w_EMN), offsets_E, False), None
+        return multiplied(rows_RM, w_EMN, offsets_E), None
     low, factor = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*beside, strict=True))
-    return grouped_gemm_with_lora(rows_RM, dense(w_EMN), low, factor, offsets_E), low_Rr
+    return multiplied(rows_RM, w_EMN, offsets_E, low, factor), low_Rr
 
 
 def _bias_as_product(rows: int, bias_EN: Tensor) -> tuple[Tensor, Tensor]:

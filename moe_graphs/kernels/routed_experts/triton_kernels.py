@@ -6,8 +6,9 @@
 A clamped gate takes the place of SwiGLU if `limit` is not zero, as in `swiglu.triton_kernels`.
 
 A program has a few whole rows, so that one program adds up a weight's gradient: no atomics, and the
-same bits on every run. The kernels compute in fp32 and round once. Rows without a pair are zero,
-whatever lies in their memory.
+same bits on every run. It has read what it overwrites, so that the result takes the place of `dh`.
+The kernels compute in fp32 and round once. Rows without a pair are zero, whatever lies in their
+memory.
 
 R rows, F ffn, T tokens, K top-k.
 """
@@ -95,7 +96,7 @@ def weighted_swiglu(
     return h_RF
 
 
-@define_op(device="default")
+@define_op(device="default", mutates_args=("dh_RF",))
 def weighted_swiglu_backward(
     x_R2F: torch.Tensor,
     dh_RF: torch.Tensor,
@@ -107,16 +108,19 @@ def weighted_swiglu_backward(
     limit: float,
     offset: float,
     by_turns: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `x_R2F` and `weights_TK`, and `weighted_swiglu` again, else an empty tensor."""
-    x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
-    made = _results_like(x_R2F, dh_RF, weights_TK, with_result)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `x_R2F` and `weights_TK`; with a result `dh_RF` becomes `weighted_swiglu`.
+
+    `dh_RF` is contiguous.
+    """
+    x_R2F = x_R2F.contiguous()
+    made = _results_like(x_R2F, weights_TK)
     if has_gaps or not dh_RF.numel():
         made[1].zero_()  # pairs without a row
     if dh_RF.numel():
         rows, F = dh_RF.shape
         given = (x_R2F, dh_RF, order_R, weights_TK.contiguous())
-        args = (*given, *made, rows, F, alpha, limit, offset)
+        args = (*given, *made, dh_RF, rows, F, alpha, limit, offset)
         constants = dict(CLAMPED=limit > 0, BY_TURNS=by_turns, RESULT=with_result, **TILE)
         launch(weighted_swiglu_backward_kernel, _grid(rows), args, **constants)
     return made
@@ -129,14 +133,13 @@ def _(x_R2F, weights_TK, order_R, alpha, limit, offset, by_turns):
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu_backward")
 def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result, alpha, limit, offset, by_turns):
-    return _results_like(x_R2F, dh_RF, weights_TK, with_result)
+    return _results_like(x_R2F, weights_TK)
 
 
 def _results_like(
-    x_R2F: torch.Tensor, dh_RF: torch.Tensor, weights_TK: torch.Tensor, with_result: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    h_RF = x_R2F.new_empty(dh_RF.shape if with_result else (0,))
-    return x_R2F.new_empty(x_R2F.shape), weights_TK.new_empty(weights_TK.shape), h_RF
+    x_R2F: torch.Tensor, weights_TK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x_R2F.new_empty(x_R2F.shape), weights_TK.new_empty(weights_TK.shape)
 
 
 def _grid(rows: int) -> tuple[int]:
