@@ -10,10 +10,11 @@ Rows with LoRA: transformers with PEFT (`grouped_mm`), beside the same model wit
 tokens with gradient checkpointing, adapters on attention or on the experts as well; at 2,048 tokens
 with and without checkpointing; and 12 small layers, where launches take the time. LoRA has rank 16.
 
-Rows with `nf4`: frozen experts in NF4 (`quantize_experts`) beside bf16 ones, with gradient
-checkpointing, adapters on attention or on the experts as well. Peaks of memory are those of
-training: the model is made in bf16 on the GPU and packed before the count begins. Rows with
-`gpt_oss`: the shapes of gpt-oss-20b, with experts in MXFP4.
+Rows with `nf4`: frozen experts in NF4 (`quantize_experts`), or with scales in 8 bits as well,
+beside bf16 ones, with gradient checkpointing, adapters on attention or on the experts as well. Lean
+states: adapters in bf16, rounded stochastically by our AdamW, whose states have 8 bits. Peaks of
+memory are those of training: the model is made in bf16 on the GPU and packed before the count
+begins. Rows with `gpt_oss`: the shapes of gpt-oss-20b, with experts in MXFP4.
 
 Before a row with LoRA and checkpointing runs without graphs, `predicted_memory.py` says how much
 memory it will take, by part; the line has both numbers.
@@ -54,10 +55,13 @@ TOLERANCE = 2e-2  # of the loss: kernels round otherwise
 AS_IT_COMES, ACCELERATED, GRAPHS = "transformers", "accelerate_model", "accelerate_model, graphs"
 NF4 = "accelerate_model, experts in NF4"
 NF4_GRAPHS = "accelerate_model, graphs, experts in NF4"
+DOUBLE_NF4 = "accelerate_model, experts in double NF4"
+LEAN = "accelerate_model, experts in double NF4, lean states"
 MXFP4 = "accelerate_model, experts in MXFP4"
 MXFP4_GRAPHS = "accelerate_model, graphs, experts in MXFP4"
 PACKED = {NF4: "nf4", NF4_GRAPHS: "nf4", MXFP4: "mxfp4", MXFP4_GRAPHS: "mxfp4"}
-PREDICTED = (ACCELERATED, NF4, MXFP4)
+PACKED |= {DOUBLE_NF4: "nf4_double", LEAN: "nf4_double"}
+PREDICTED = (ACCELERATED, NF4, DOUBLE_NF4, LEAN, MXFP4)
 WITHOUT_GRAPHS = (AS_IT_COMES, *PREDICTED)
 FP32_STATES = (
     "accelerate_model, graphs, fp32 states"  # of AdamW; other states of all weights: 8 bit
@@ -114,13 +118,13 @@ class Size:
     attention: str = "sdpa"
 
 
-_NF4 = ((ACCELERATED, True), (NF4, True), (NF4_GRAPHS, True))
+_NF4 = ((ACCELERATED, True), (NF4, True), (DOUBLE_NF4, True), (NF4_GRAPHS, True))
 _CHECKPOINTED = ((AS_IT_COMES, True), (ACCELERATED, True), (GRAPHS, True))
 SIZES = {
     "attention_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED),
     "experts_16k": Size(QWEN3_30B_A3B, 4, 4096, _CHECKPOINTED, ON_EXPERTS),
     "nf4_attention_16k": Size(QWEN3_30B_A3B, 4, 4096, _NF4),
-    "nf4_experts_16k": Size(QWEN3_30B_A3B, 4, 4096, _NF4, ON_EXPERTS),
+    "nf4_experts_16k": Size(QWEN3_30B_A3B, 4, 4096, (*_NF4, (LEAN, True)), ON_EXPERTS),
     "attention_2k": Size(
         QWEN3_30B_A3B,
         1,
@@ -134,7 +138,7 @@ SIZES = {
         GPT_OSS_20B, 4, 4096, ((MXFP4, True),), ON_EXPERTS, attention="flex_attention"
     ),
     "gpt_oss_attention_2k": Size(
-        GPT_OSS_20B, 1, 2048, ((MXFP4, True), (MXFP4_GRAPHS, True)), attention="eager"
+        GPT_OSS_20B, 1, 2048, ((MXFP4, True), (MXFP4_GRAPHS, True)), attention="flex_attention"
     ),
     "launch_bound": Size(LAUNCH_BOUND, 2, 1024, _CHECKPOINTED),
     "all_weights": Size(QWEN3_30B_A3B, 2, 2048, ((GRAPHS, True),), ALL_WEIGHTS),
@@ -215,7 +219,7 @@ def model_of(case: Case, device: torch.device, sizes: Mapping[str, Any] | None =
             target_modules=list(ATTENTION),
             target_parameters=list(EXPERTS) if size.trained == ON_EXPERTS else None,
         )
-        model = get_peft_model(model, lora)
+        model = get_peft_model(model, lora, autocast_adapter_dtype=case.contender != LEAN)
     if case.contender in PACKED:
         _pack_experts(model, PACKED[case.contender], device)
     model.train()
@@ -244,11 +248,14 @@ def graphs_of(case: Case, model: nn.Module) -> GraphConfig | bool:
 
 
 def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """Torch's AdamW for adapters; for all weights ours, which updates within the backward."""
+    """Torch's AdamW for adapters, or ours; for all weights ours, which updates in the backward."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    from moe_graphs.optim import AdamW
+
+    if case.contender == LEAN:
+        return AdamW(trained, lr=1e-4, state_dtype=torch.uint8, stochastic_rounding=True)
     if case.size.trained != ALL_WEIGHTS:
         return torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    from moe_graphs.optim import AdamW
     from moe_graphs.training.update_in_backward import UpdateInBackward
 
     state = torch.float32 if case.contender == FP32_STATES else torch.uint8
@@ -265,7 +272,7 @@ def flops_per_token(model: nn.Module, sequence: int, trained: str) -> float:
     config = model.config
     dense = experts = 0
     for name, parameter in model.named_parameters():
-        if name.endswith(("_absmax", "_scales")):  # of a packed weight
+        if name.endswith(("_absmax", "_offset", "_scales")):  # of a packed weight
             continue
         if ".experts." in name:
             experts += parameter.numel() * (2 if name.endswith(("_codes", "_blocks")) else 1)

@@ -16,11 +16,13 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,9 +31,11 @@ from moe_graphs.integrations.transformers import accelerate_model, adapted_proje
 from moe_graphs.integrations.transformers.packing import WEIGHTS, packing_of
 from moe_graphs.kernels.availability import as_on_gpus
 from moe_graphs.kernels.packed_weights import FORMATS
+from moe_graphs.optim import AdamW
 from moe_graphs.planning.microbatch_memory import LiveStorages, Moment, without_memory
 
 LAYERS = 2, 4
+ATTENTION = "predicted"
 
 
 def predicted(case: fine_tuning.Case) -> dict[str, int]:
@@ -56,7 +60,9 @@ def of_layers(case: fine_tuning.Case, layers: int) -> dict[str, int]:
     sizes = {**case.size.model, "num_hidden_layers": layers}
     with contextlib.redirect_stdout(io.StringIO()):
         model = fine_tuning.model_of(case, torch.device("meta"), sizes)
-    model.config._attn_implementation = "sdpa" if case.size.attention != "eager" else "eager"
+    if case.size.attention != "eager":
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+        model.config._attn_implementation = ATTENTION
     return bytes_of(model, case, as_on_gpus())
 
 
@@ -66,14 +72,14 @@ def bytes_of(
     """The parts of a model on the meta device, which has all of its layers."""
     _give_values(model)
     accelerate_model(model, graphs=False)
-    found = held(model)
+    found = held(model, case)
     with FakeTensorMode(allow_non_fake_inputs=True), _fakes_are_plain(), paths:
         without_memory(model, "cpu")
         shape = case.size.sequences, case.size.sequence
         return found | step_bytes(model, torch.zeros(shape, dtype=torch.int64), found)
 
 
-def held(model: nn.Module) -> dict[str, int]:
+def held(model: nn.Module, case: fine_tuning.Case) -> dict[str, int]:
     """Bytes that are held between two steps, by part."""
     found = dict.fromkeys(("weights", "packed", "scratch", "adapters", "states"), 0)
     packed, scratches = set(), {}
@@ -87,8 +93,20 @@ def held(model: nn.Module) -> dict[str, int]:
         is_packed = id(tensor) in packed
         part = "adapters" if tensor.requires_grad else "packed" if is_packed else "weights"
         found[part] += tensor.nbytes
-    found["states"], found["scratch"] = 2 * found["adapters"], sum(scratches.values())
+    found["states"], found["scratch"] = states(model, case), sum(scratches.values())
     return found
+
+
+def states(model: nn.Module, case: fine_tuning.Case) -> int:
+    """Bytes that the optimizer of a case keeps of adapters, but for its counts of steps."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = fine_tuning.optimizer_of(case, model)
+    if not isinstance(optimizer, AdamW):
+        return 2 * sum(each.nbytes for each in trained)
+    found: list[dict[str, torch.Tensor]] = [{} for _ in trained]
+    for state, each in zip(found, trained, strict=True):
+        optimizer.options.complete(state, torch.empty_like(each, device="meta"))
+    return sum(s.nbytes for state in found for s in state.values() if s.dim())
 
 
 def step_bytes(model: nn.Module, tokens: torch.Tensor, held: dict[str, int]) -> dict[str, int]:
@@ -112,6 +130,26 @@ def _give_values(model: nn.Module) -> None:
                 made = torch.ones(tensor.shape, dtype=tensor.dtype)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 tensors[name] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+
+
+def _attention(
+    module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    return _Attention.apply(q, k, v), None
+
+
+class _Attention(torch.autograd.Function):
+    """What fused attention of a GPU makes and keeps, without a mask; the CPU's makes more."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.transpose(1, 2).new_empty(q.transpose(1, 2).shape)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_CHECKPOINT = "torch.utils.checkpoint"
+
 
 def define_op(*, device: str = "cpu", mutates_args: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Makes an annotated function the op ``moe_graphs::name``, and itself its kernel on ``device``.
@@ -43,3 +45,16 @@ def wants_gradient(ctx: Any, index: int) -> bool:
         return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
     except RuntimeError:  # a leaf in torch.autograd.grad()
         return True
+
+
+def is_made_again() -> bool:
+    """Whether torch's checkpoint drops what autograd saves now, and makes it for each backward.
+
+    Then a backward that unpacks a tensor is the only one that has it, and may overwrite it.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or torch.compiler.is_compiling():
+        return False
+    hooks = top(True)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return hooks[0].__module__ == _CHECKPOINT if name.startswith("_checkpoint_hook.") else False

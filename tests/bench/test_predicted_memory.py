@@ -19,6 +19,7 @@ CASES = [
     fine_tuning.Case("experts_16k", fine_tuning.ACCELERATED, True, smoke=True),
     fine_tuning.Case("nf4_attention_16k", fine_tuning.NF4, True, smoke=True),
     fine_tuning.Case("gpt_oss_experts_16k", fine_tuning.MXFP4, True, smoke=True),
+    fine_tuning.Case("nf4_experts_16k", fine_tuning.LEAN, True, smoke=True),
 ]
 IDS = [case.row for case in CASES]
 META = torch.device("meta")
@@ -34,13 +35,13 @@ def test_fake_tensors_take_the_bytes_of_real_ones(case):
         tensor.data.fill_(0.5 if tensor.is_floating_point() else 1)
     accelerate_model(model, graphs=False)
     trained = [each for each in model.parameters() if each.requires_grad]
-    held = predicted_memory.held(model)
+    held = predicted_memory.held(model, case)
     tokens = torch.zeros(case.size.sequences, case.size.sequence, dtype=torch.int64)
     found = predicted_memory.step_bytes(model, tokens, held)
     assert {name: foreseen[name] for name in held} == held
     assert found["peak"] == pytest.approx(foreseen["peak"], rel=0.02)
     assert found["kept"] == pytest.approx(foreseen["kept"], rel=0.03)
-    optimizer = torch.optim.AdamW(trained)
+    optimizer = fine_tuning.optimizer_of(case, model)
     optimizer.step()
     states = [s for each in optimizer.state.values() for s in each.values() if s.dim()]
     assert held["states"] == sum(state.nbytes for state in states)
@@ -60,4 +61,5 @@ def test_every_further_layer_takes_as_much(case, monkeypatch):
 def test_rows_are_printed(capsys):
     predicted_memory.main(["--rows", "nf4_experts_16k", "--smoke"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["contender"] for line in lines] == [fine_tuning.ACCELERATED, fine_tuning.NF4]
+    contenders = fine_tuning.ACCELERATED, fine_tuning.NF4, fine_tuning.DOUBLE_NF4, fine_tuning.LEAN
+    assert tuple(line["contender"] for line in lines) == contenders

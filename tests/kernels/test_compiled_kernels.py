@@ -224,6 +224,7 @@ def test_work_lists_and_routing(compiled, experts):
 
     def launches():
         tile_scheduler.row_tiles(offsets, 4096, 128)
+        tile_scheduler.row_tiles(offsets[1:], 4096, 128, is_behind=True)
         tail = tile_scheduler.LastRound(16, 64, 132)
         rows = tile_scheduler.row_tiles(offsets, 4096, 128, tail)
         tile_scheduler.add_cut_tiles_(
@@ -235,7 +236,7 @@ def test_work_lists_and_routing(compiled, experts):
         row_order_triton.sort_pairs(pairs, experts)
 
     found = compiled(launches)
-    assert len(found) == 9
+    assert len(found) == 10
     for kernel in found:
         check(kernel, wgmma=False)
         assert "atom" not in kernel.ptx  # deterministic by construction

@@ -98,9 +98,9 @@ def test_weighted_swiglu_backward(tokens, ffn, dtype, gaps, powers):
         x[4], dh[4] = float("nan"), float("nan")
     given = x, dh, weights, order_R, gaps
     *found, codes, scales = fp8_triton.fp8_weighted_swiglu_backward(*given, True, powers)
-    result = dh.clone()
-    of_op = x, result, weights, order_R, gaps, True, *NO_CLAMP
-    expected = *routed_experts_triton.weighted_swiglu_backward(*of_op), result
+    of_x, result = torch.empty_like(x), dh.clone()
+    of_op = x, result, weights, order_R, of_x, gaps, True, *NO_CLAMP
+    expected = of_x, routed_experts_triton.weighted_swiglu_backward(*of_op), result
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[2], expected[2])
     torch.testing.assert_close(found[1], expected[1])  # added up in other parts

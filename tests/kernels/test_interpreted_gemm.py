@@ -175,6 +175,23 @@ def test_grouped_gemm(sizes, K, N):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [(0, 70, 3, 130, 1), (64, 0, 0, 5, 9)])
+@pytest.mark.parametrize(("first", "end"), [(0, 2), (1, 4), (3, 5), (4, 5)])
+def test_the_rows_of_some_experts(sizes, first, end):
+    """Weights of some experts: the rows of all others keep what is there."""
+    torch.manual_seed(0)
+    ends = torch.cumsum(torch.tensor(sizes), 0).to(torch.int32)
+    x, w = torch.randn(int(ends[-1]) + 9, 72), torch.randn(len(sizes), 72, 200)
+    variant = heuristics.row_variant("pointer", 200)
+    work = tile_scheduler.row_tiles(ends[first:end], len(x), variant.block_m, is_behind=bool(first))
+    out = torch.full((len(x), 200), POISON)
+    portable_pointer.rows_launch(variant, x, w[first:end], out, work, False, 3).run()
+    expected = torch.full_like(out, POISON)
+    rows = slice(int(ends[first - 1]) if first else 0, int(ends[end - 1]))
+    expected[rows] = reference.grouped_gemm(x, w, ends)[rows]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("K", "rank"), [(72, 8), (64, 40)])
 def test_a_product_beside_is_in_the_same_sum(K, rank, transposed):

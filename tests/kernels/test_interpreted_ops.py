@@ -250,18 +250,19 @@ def test_weighted_swiglu(tokens, top_k, ffn, gaps, gate):
     dx, dweights, h = routed_experts_reference.weighted_swiglu_backward(
         x, dh, weights, order_R, inverse_TK, gaps, *gate
     )
+    of_x = torch.empty_like(x)
     alone = routed_experts_triton.weighted_swiglu_backward(
-        x, dh, weights, order_R, gaps, False, *gate
+        x, dh, weights, order_R, of_x, gaps, False, *gate
     )
-    given = (x, dh, weights, order_R)
-    found = *routed_experts_triton.weighted_swiglu_backward(*given, gaps, True, *gate), dh
+    given = (x, dh, weights, order_R, x)  # both results in the place of what they come from
+    found = x, routed_experts_triton.weighted_swiglu_backward(*given, gaps, True, *gate), dh
     torch.testing.assert_close(found[1], dweights)
     assert found[1][inverse_TK < 0].eq(0).all()
     assert torch.equal(h, plain)
     for got, want in zip(found[::2], (dx, h), strict=True):
         torch.testing.assert_close(got, want)
         assert got[order_R < 0].eq(0).all()
-    assert all(map(torch.equal, alone, found))
+    assert all(map(torch.equal, (of_x, alone), found))
 
 
 @pytest.mark.parametrize(

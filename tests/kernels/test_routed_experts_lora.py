@@ -18,6 +18,7 @@ from kept_bytes import kept_bytes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import RowOrder, permute, route_rows, routed_experts
 from moe_graphs.kernels.gemm import grouped_gemm_with_lora, reference
+from moe_graphs.kernels.ops import is_made_again
 from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.kernels.routed_experts.lora import (
     LoRA,
@@ -269,3 +270,26 @@ def test_what_does_not_fit_is_an_error():
         ours(order, given)
     with torch.no_grad():
         ours(order, given)
+
+
+def test_only_what_a_checkpoint_makes_for_one_backward_may_be_overwritten():
+    found: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(is_made_again())
+        return x * x
+
+    x, same = torch.ones(3, requires_grad=True), (lambda each: each,) * 2
+    look(x)
+    checkpoint(look, x, use_reentrant=False).sum().backward()  # and in its recomputation
+    checkpoint(look, x, use_reentrant=True)
+    with torch.autograd.graph.saved_tensors_hooks(*same):
+        look(x)
+        checkpoint(look, x, use_reentrant=False)
+
+    def kept_by_others(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(*same):
+            return look(x)
+
+    checkpoint(kept_by_others, x, use_reentrant=False)
+    assert found == [False, True, False, False, False, True, False]

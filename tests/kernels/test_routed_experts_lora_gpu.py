@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_routed_experts_gpu import BF16, ROUTINGS, D, E, F, T, padded, plain
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kernel_check import error, group_ends, group_sizes
 from moe_graphs.engine.autograd import SplitBackward
@@ -167,3 +168,22 @@ def test_no_summed_weight_is_made():
     ours(order, given)
     taken = torch.cuda.max_memory_allocated() - before
     assert taken < sum(each.nbytes for each in given[6:])
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["frozen", "LoRA"])
+def test_checkpointed_gradients_take_the_place_of_rows_and_have_the_same_bits(beside):
+    """Also in a second backward of the same graph."""
+    ids = ROUTINGS["zipf"]()
+    order, given = route_rows(ids, E), leaves(ids)
+    wanted, grad = given[: 6 if beside else 2], torch.randn(T, D, device="cuda").to(BF16)
+
+    def run(*leaves: Tensor) -> Tensor:
+        tokens, weights, a1, b1, a2, b2, w1, w2 = leaves
+        lora = (LoRA(a1, b1), LoRA(a2, b2)) if beside else (None, None)
+        return routed_experts_with_lora(tokens, order, weights, w1, w2, *lora)
+
+    expected = torch.autograd.grad(run(*given), wanted, grad)
+    out = checkpoint(run, *given, use_reentrant=False)
+    for keeps in (True, False):
+        found = torch.autograd.grad(out, wanted, grad, retain_graph=keeps)
+        assert all(map(torch.equal, found, expected))

@@ -166,7 +166,14 @@ def _weighted_swiglu() -> None:
             routed_experts_triton.weighted_swiglu(rows, weights, order, *gate)
             for with_result in (True, False):
                 routed_experts_triton.weighted_swiglu_backward(
-                    rows, rows[:, :1440].contiguous(), weights, order, False, with_result, *gate
+                    rows,
+                    rows[:, :1440].contiguous(),
+                    weights,
+                    order,
+                    rows,
+                    False,
+                    with_result,
+                    *gate,
                 )
 
 

@@ -212,7 +212,7 @@ def expert_order_kernel(
 ):  # fmt: skip
     """One program per expert: its records at its rank by length, so that the last wave is short."""
     e = tl.program_id(0)
-    lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS, False)
+    lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS, 0)
     real = lane < num_experts
     own_parts, own_length = _parts(end - start, limit)
     parts, lengths = _parts(sizes, limit)
@@ -303,7 +303,7 @@ def row_tiles(
         row_tiles_kernel, (experts,),
         (offsets_E, work.records, work.count, experts, cut.tiles_n, cut.steps),
         BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), CHUNK=ROW_TILES_AT_ONCE,
-        PROGRAMS=cut.programs, BEHIND=is_behind,
+        PROGRAMS=cut.programs, BEHIND=int(is_behind),
     )  # fmt: skip
     return work
 

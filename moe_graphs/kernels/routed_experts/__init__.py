@@ -46,7 +46,7 @@ from moe_graphs.kernels.gemm import (
     is_transposed,
 )
 from moe_graphs.kernels.gemm.gather import gather_gemm
-from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.ops import is_made_again, wants_gradient
 from moe_graphs.kernels.permute import spread_rows
 from moe_graphs.kernels.precision import to_autocast
 from moe_graphs.kernels.routed_experts import reference
@@ -152,6 +152,7 @@ class _DownProjection(torch.autograd.Function):
         kept_R2F = gate_up_R2F if tokens_XD is None else None
         indices = order_R, inverse_TK, offsets_E
         ctx.save_for_backward(kept_R2F, tokens_XD, w1_ED2F, kept_EFD, weights_TK, *indices)
+        ctx.is_lost = is_made_again() or kept_R2F is None
         return place_of_sums(gate_up_R2F, weights_TK, w2_EFD)
 
     @staticmethod
@@ -174,9 +175,9 @@ class _DownProjection(torch.autograd.Function):
             if not wants_w2:
                 del grad_RD
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
-                gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_w2
+                gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_w2, is_lost=ctx.is_lost
             )
-            del grad_RF
+            del grad_RF, gate_up_R2F
         elif wants_w2:
             weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R, ctx.gate)
         if wants_w2:
@@ -207,18 +208,23 @@ def weighted_swiglu_backward(
     gate: ClampedGate,
     *,
     with_result: bool,
+    is_lost: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x_R2F`` and ``weights_TK``, and the result of ``weighted_swiglu`` again.
 
     With a result ``grad_RF`` is lost: the result may be in its memory. Gradients of pairs without a
     row are zero, and so are those of rows without a pair.
+
+    Args:
+        is_lost: the gradient of ``x_R2F`` may be in its memory.
     """
     if has_kernel(x_R2F):
         from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_triton
 
         grad_RF = grad_RF.contiguous()
-        given = x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result, *gate
-        return *routed_experts_triton.weighted_swiglu_backward(*given), grad_RF
+        grad_R2F = x_R2F if is_lost and x_R2F.is_contiguous() else x_R2F.new_empty(x_R2F.shape)
+        given = x_R2F, grad_RF, weights_TK, order_R, grad_R2F, has_gaps, with_result, *gate
+        return grad_R2F, routed_experts_triton.weighted_swiglu_backward(*given), grad_RF
     return reference.weighted_swiglu_backward(
         x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps, *gate
     )

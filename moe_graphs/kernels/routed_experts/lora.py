@@ -37,7 +37,7 @@ from moe_graphs.kernels.gemm import (
     grouped_gemm_forward,
     is_transposed,
 )
-from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.ops import is_made_again, wants_gradient
 from moe_graphs.kernels.packed_weights import PackedWeight
 from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.precision import to_autocast
@@ -330,6 +330,7 @@ class _DownProjection(torch.autograd.Function):
         ctx.has_gaps, ctx.gate = has_gaps, gate
         kept = gate_up_R2F, weights_TK, a_EFr, b_ErD, _kept(ctx, w2_EFD, True)
         ctx.save_for_backward(*kept, order_R, inverse_TK, offsets_E)
+        ctx.is_lost = is_made_again()
         return place_of_sums(gate_up_R2F, weights_TK, w2_EFD)
 
     @staticmethod
@@ -350,10 +351,11 @@ class _DownProjection(torch.autograd.Function):
             grad_RF = _gradient_of_rows(grad_RD, grad_low_Rr, w2_EFD, a_EFr, offsets_E)
             if not wants_b:
                 del grad_RD
+            options = dict(with_result=wants_factors, is_lost=ctx.is_lost)
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
-                gate_up_R2F, grad_RF, *routing, ctx.gate, with_result=wants_factors
+                gate_up_R2F, grad_RF, *routing, ctx.gate, **options
             )
-            del grad_RF
+            del grad_RF, gate_up_R2F
         elif wants_factors:
             weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R, ctx.gate)
         if wants_a:

@@ -6,7 +6,7 @@
 A clamped gate takes the place of SwiGLU if `limit` is not zero, as in `swiglu.triton_kernels`.
 
 A program has a few whole rows, so that one program adds up a weight's gradient: no atomics, and the
-same bits on every run. It has read what it overwrites, so that the result takes the place of `dh`.
+same bits on every run. It has read what it overwrites: results may take the place of `dh` and `x`.
 The kernels compute in fp32 and round once. Rows without a pair are zero, whatever lies in their
 memory.
 
@@ -96,34 +96,34 @@ def weighted_swiglu(
     return h_RF
 
 
-@define_op(device="default", mutates_args=("dh_RF",))
+@define_op(device="default", mutates_args=("dh_RF", "dx_R2F"))
 def weighted_swiglu_backward(
     x_R2F: torch.Tensor,
     dh_RF: torch.Tensor,
     weights_TK: torch.Tensor,
     order_R: torch.Tensor,
+    dx_R2F: torch.Tensor,
     has_gaps: bool,
     with_result: bool,
     alpha: float,
     limit: float,
     offset: float,
     by_turns: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `x_R2F` and `weights_TK`; with a result `dh_RF` becomes `weighted_swiglu`.
+) -> torch.Tensor:
+    """Gradient of `weights_TK`; that of `x_R2F` goes to `dx_R2F`, which may be `x_R2F` itself.
 
-    `dh_RF` is contiguous.
+    With a result `dh_RF` becomes `weighted_swiglu`. Both are contiguous.
     """
-    x_R2F = x_R2F.contiguous()
-    made = _results_like(x_R2F, weights_TK)
+    x_R2F, dweights_TK = x_R2F.contiguous(), weights_TK.new_empty(weights_TK.shape)
     if has_gaps or not dh_RF.numel():
-        made[1].zero_()  # pairs without a row
+        dweights_TK.zero_()  # pairs without a row
     if dh_RF.numel():
         rows, F = dh_RF.shape
         given = (x_R2F, dh_RF, order_R, weights_TK.contiguous())
-        args = (*given, *made, dh_RF, rows, F, alpha, limit, offset)
+        args = (*given, dx_R2F, dweights_TK, dh_RF, rows, F, alpha, limit, offset)
         constants = dict(CLAMPED=limit > 0, BY_TURNS=by_turns, RESULT=with_result, **TILE)
         launch(weighted_swiglu_backward_kernel, _grid(rows), args, **constants)
-    return made
+    return dweights_TK
 
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu")
@@ -132,14 +132,8 @@ def _(x_R2F, weights_TK, order_R, alpha, limit, offset, by_turns):
 
 
 @torch.library.register_fake("moe_graphs::weighted_swiglu_backward")
-def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result, alpha, limit, offset, by_turns):
-    return _results_like(x_R2F, weights_TK)
-
-
-def _results_like(
-    x_R2F: torch.Tensor, weights_TK: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x_R2F.new_empty(x_R2F.shape), weights_TK.new_empty(weights_TK.shape)
+def _(x_R2F, dh_RF, weights_TK, order_R, dx_R2F, has_gaps, with_result, *gate):
+    return weights_TK.new_empty(weights_TK.shape)
 
 
 def _grid(rows: int) -> tuple[int]:
