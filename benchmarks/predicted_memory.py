@@ -139,7 +139,7 @@ def _attention(
 
 
 class _Attention(torch.autograd.Function):
-    """What fused attention of a GPU makes and keeps, without a mask; the CPU's makes more."""
+    """Attention that makes and keeps what a GPU's fused one does without a mask."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -172,7 +172,7 @@ def test_no_summed_weight_is_made():
 
 @pytest.mark.parametrize("beside", [False, True], ids=["frozen", "LoRA"])
 def test_checkpointed_gradients_take_the_place_of_rows_and_have_the_same_bits(beside):
-    """Also in a second backward of the same graph."""
+    """A second backward of the same graph has them, too."""
     ids = ROUTINGS["zipf"]()
     order, given = route_rows(ids, E), leaves(ids)
     wanted, grad = given[: 6 if beside else 2], torch.randn(T, D, device="cuda").to(BF16)

@@ -33,7 +33,7 @@ def four_bits_kernel(
     per_expert, groups, HALF: tl.constexpr, HIGH_FIRST: tl.constexpr, POWERS: tl.constexpr,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """With a GROUP scales are codes, and so many of an expert share `nested` and `offset`."""
+    """Scales are codes where there is a GROUP, whose scales share `nested` and `offset`."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     inside = block < blocks
     byte_at = block * HALF + tl.arange(0, HALF)[None, :]
