@@ -83,7 +83,7 @@ class PackedFormat(ABC):
         """The shape ``[E, M, N]`` of the weight that has these codes."""
 
     def quantize(self, weight_EMN: Tensor) -> tuple[Tensor, ...]:
-        """What is stored of a weight of any float dtype: codes, scales, and what else there is."""
+        """Codes, scales and what else is stored of a weight of any float dtype."""
         shapes = self.packed_shapes(weight_EMN.shape)
         device, kinds = weight_EMN.device, zip(shapes, self.dtypes, strict=True)
         stored = tuple(torch.empty(each, dtype=kind, device=device) for each, kind in kinds)
@@ -95,7 +95,7 @@ class PackedFormat(ABC):
 
     @abstractmethod
     def _packed(self, weight_MN: Tensor) -> tuple[Tensor, ...]:
-        """What is stored of one expert's weight in fp32, in any shape."""
+        """Tensors that are stored of one expert's weight in fp32, in any shape."""
 
     @abstractmethod
     def dequantize(self, stored: Stored, dtype: torch.dtype) -> Tensor:
