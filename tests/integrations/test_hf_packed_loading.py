@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import warnings
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra peft")
+import transformers.core_model_loading as loading  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from hf_families import tiny, tokens  # noqa: E402
@@ -17,7 +20,10 @@ from moe_graphs.integrations.transformers import (  # noqa: E402
     accelerate_model,
     quantize_experts,
 )
+from moe_graphs.integrations.transformers.bitsandbytes_files import stored_of  # noqa: E402
+from moe_graphs.integrations.transformers.quantized_experts import Packer  # noqa: E402
 from moe_graphs.kernels.packed_weights import FORMATS  # noqa: E402
+from moe_graphs.kernels.packed_weights.reference import DYNAMIC_VALUES, NF4_VALUES  # noqa: E402
 
 WIDTHS = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
 
@@ -73,8 +79,8 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path):
         accelerate_model(m, graphs=False).model(input_ids=tokens()).logits for m in (model, loaded)
     ]
     assert torch.equal(*logits)
-    config.quantization_config = ExpertsInFewBits("nf4").to_dict()
-    with pytest.raises(ValueError, match="only mxfp4 is read as it is"):
+    config.quantization_config = ExpertsInFewBits("fp8").to_dict()
+    with pytest.raises(ValueError, match="only nf4, nf4_double, mxfp4 are read as they are"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
 
 
@@ -149,3 +155,179 @@ def test_the_whole_model_cannot_be_saved(tmp_path):
     model_of().save_pretrained(tmp_path)
     with warnings.catch_warnings(), pytest.raises(ValueError, match="not serializable"):
         load(tmp_path).save_pretrained(tmp_path / "again")
+
+
+# ---- files of bitsandbytes
+
+
+def packed_by_bitsandbytes(matrix, kind):
+    """Tensors of a matrix by their ends, as bitsandbytes saves them."""
+    codes, absmax, *nested = (each.flatten() for each in kind.quantize(matrix[None]))
+    state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=[*matrix.shape])
+    found = {"": codes[:, None], ".absmax": absmax, ".quant_map": torch.tensor(NF4_VALUES)}
+    if nested:
+        offset = dict(nested_blocksize=256, nested_dtype="float32")
+        state |= offset | dict(nested_offset=nested[1][0].item())
+        found |= {".nested_absmax": nested[0], ".nested_quant_map": torch.tensor(DYNAMIC_VALUES)}
+    record = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+    return found | {".quant_state.bitsandbytes__nf4": record}
+
+
+def saved_by_bitsandbytes(directory, kind, **sizes):
+    """A checkpoint whose linear layers are in NF4, but for the head and routers."""
+    model_of(**sizes).save_pretrained(directory)
+    (file,) = directory.glob("*.safetensors")
+    weights, found = load_file(file), {}
+    for name, each in weights.items():
+        is_packed = name.endswith("_proj.weight")
+        parts = packed_by_bitsandbytes(each, kind) if is_packed else {"": each}
+        found |= {name + end: part.contiguous() for end, part in parts.items()}
+    save_file(found, file, {"format": "pt"})
+    config = transformers.AutoConfig.from_pretrained(directory)
+    config.quantization_config = ExpertsInFewBits(kind.name).to_dict()
+    return config, weights
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4_double"])
+def test_files_of_bitsandbytes_are_read_code_for_code(name, tmp_path):
+    kind = FORMATS[name]
+    config, weights = saved_by_bitsandbytes(tmp_path, kind)
+    given = dict(config=config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    assert model.hf_quantizer.packed.layers == 2
+    found = model.state_dict()
+
+    def whole(name):
+        return kind.dequantize(kind.quantize(weights[name][None]), torch.bfloat16)[0]
+
+    for layer, decoder in enumerate(model.model.layers):
+        prefix = f"model.layers.{layer}"
+        q_proj = f"{prefix}.self_attn.q_proj.weight"
+        assert torch.equal(found[q_proj], whole(q_proj))
+        experts = [f"{prefix}.mlp.experts.{number}" for number in range(8)]
+        joined = [
+            torch.cat([whole(f"{each}.{part}_proj.weight") for part in ("gate", "up")])
+            for each in experts
+        ]
+        packed = decoder.mlp.experts
+        for full, expected in (
+            ("gate_up_proj", torch.stack(joined)),
+            ("down_proj", torch.stack([whole(f"{each}.down_proj.weight") for each in experts])),
+        ):
+            stored = [getattr(packed, full + end) for end in kind.suffixes]
+            assert torch.equal(kind.dequantize(stored, torch.bfloat16), expected)
+            assert not any(each.requires_grad for each in stored)
+    assert torch.equal(found["lm_head.weight"], weights["lm_head.weight"])
+    assert accelerate_model(model, graphs=False).model(input_ids=tokens()).logits.isfinite().all()
+
+
+def test_files_of_bitsandbytes_that_say_otherwise_are_errors(tmp_path):
+    config, _ = saved_by_bitsandbytes(tmp_path, FORMATS["nf4"])
+    config.quantization_config = ExpertsInFewBits("nf4_double").to_dict()
+    given = dict(config=config, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="conversion"):  # transformers logs what ours says
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    nf4, double = FORMATS["nf4"], FORMATS["nf4_double"]
+    matrix = packed_by_bitsandbytes(torch.randn(8, 64), nf4)
+    with pytest.raises(ValueError, match="the files have no nf4_double, but quant_type nf4, block"):
+        stored_of(matrix, double)
+    with pytest.raises(ValueError, match="another quant_map"):
+        stored_of(matrix | {".quant_map": torch.zeros(16)}, nf4)
+
+
+# ---- memory
+
+
+def most_alive(monkeypatch, load):
+    """The most bytes of weights in 16 bits that are alive whenever one has found its place."""
+    most = 0
+
+    def look():
+        nonlocal most
+        alive = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for each in gc.get_objects()
+            if type(each) in (torch.Tensor, torch.nn.Parameter)
+            and each.device.type == "cpu"
+            and each.dtype == torch.bfloat16
+        }
+        most = max(most, sum(alive.values()))
+
+    def looking(function):
+        def call(*args, **options):
+            look()
+            found = function(*args, **options)
+            look()
+            return found
+
+        return call
+
+    monkeypatch.setattr(loading, "set_param_for_module", looking(loading.set_param_for_module))
+    monkeypatch.setattr(Packer, "place", looking(Packer.place))
+    gc.collect()
+    look()
+    before, most = most, 0
+    load()
+    return most - before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_never_there_in_16_bits(name, tmp_path, monkeypatch):
+    """All layers but the one that is read: their experts are 24 of 25 parts of the model."""
+    large = dict(num_hidden_layers=12, hidden_size=128, num_experts=16, vocab_size=128)
+    model = model_of(**large)
+    sizes = {n: p.nbytes for n, p in model.named_parameters()}
+    experts = sum(size for n, size in sizes.items() if "experts" in n)
+    model.save_pretrained(tmp_path)
+    del model
+    most = most_alive(monkeypatch, lambda: load(tmp_path, name))
+    # A weight as it is read, as it is joined, and the scales of a whole layer.
+    allowed = sum(sizes.values()) - experts + 4 * experts // 12
+    assert most < allowed < experts / 2
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4_double"])
+def test_experts_of_bitsandbytes_are_never_there_in_16_bits(name, tmp_path, monkeypatch):
+    config, weights = saved_by_bitsandbytes(tmp_path, FORMATS[name], num_hidden_layers=4)
+    others = sum(each.nbytes for n, each in weights.items() if "experts" not in n)
+    del weights
+    given = dict(config=config, dtype=torch.bfloat16)
+    auto = transformers.AutoModelForCausalLM
+    most = most_alive(monkeypatch, lambda: auto.from_pretrained(tmp_path, **given))
+    assert most <= others
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA.*:UserWarning")
+def test_fp8_files_are_read_as_they_are(tmp_path, monkeypatch):
+    """By transformers itself, on a GPU of today, which this machine only says to have."""
+    model_of(num_hidden_layers=4).save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    weights, kind = load_file(file), FORMATS["fp8"]
+    found, others = {}, 0
+    for name, each in weights.items():
+        is_packed = ".experts." in name
+        parts = kind.quantize(each[None]) if is_packed else [each[None]]
+        others += 0 if is_packed else each.nbytes
+        found |= {name + end: part[0] for end, part in zip(kind.suffixes, parts, strict=False)}
+    save_file(found, file, {"format": "pt"})
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    left = ["self_attn", "mlp.gate", "lm_head"]
+    config.quantization_config = dict(
+        quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=left
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model, auto = None, transformers.AutoModelForCausalLM
+    given = dict(config=config, dtype=torch.bfloat16, device_map={"": "cpu"})
+
+    def read():
+        nonlocal model
+        model = auto.from_pretrained(tmp_path, **given)
+
+    assert most_alive(monkeypatch, read) <= others
+    monkeypatch.undo()
+    for layer, decoder in enumerate(model.model.layers):
+        name = f"model.layers.{layer}.mlp.experts.5.down_proj.weight"
+        assert torch.equal(bits(decoder.mlp.experts.down_proj[5]), bits(found[name]))
+    report = str(accelerate_model(model.requires_grad_(False), graphs=False))
+    assert "changed     4 FP8Experts: grouped GEMMs of weights dequantised" in report

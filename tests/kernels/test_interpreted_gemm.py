@@ -7,7 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from moe_graphs.kernels.gemm import heuristics, portable_pointer, reference, tile_scheduler
+from moe_graphs.kernels import gemm
+from moe_graphs.kernels.gemm import (
+    heuristics,
+    launch,
+    portable_pointer,
+    reference,
+    tile_scheduler,
+)
 
 POISON = 777.0
 
@@ -212,3 +219,28 @@ def test_a_product_beside_is_in_the_same_sum(K, rank, transposed):
     portable_pointer.rows_launch(*given).run()
     torch.testing.assert_close(out[:real], expected[:real], rtol=1e-4, atol=1e-4)
     assert bool((out[real:] == POISON).all())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_a_product_in_parts_is_the_whole_one(monkeypatch, at_once, beside, transposed):
+    """The path of a GPU, whose weights come a part of the experts at a time."""
+    monkeypatch.setattr(launch, "sm_count", lambda _: 3)
+    torch.manual_seed(0)
+    ends, K, N, rank = torch.tensor([0, 70, 73, 203], dtype=torch.int32), 72, 200, 8
+    x, low = torch.randn(203, K), torch.randn(203, rank)
+    w, b = torch.randn(4, K, N), torch.randn(4, rank, N)
+    if transposed:
+        w, b = (each.mT.contiguous().mT for each in (w, b))
+    out = torch.full((203, N), POISON)
+    for first in range(0, 4, at_once):
+        part = slice(first, first + at_once)
+        second = (low, b[part]) if beside else None
+        found = gemm.rows_on_gpu(x, w[part], ends, False, second, out=out, first=first)
+        assert found is out
+    expected = gemm.rows_on_gpu(x, w, ends, False, (low, b) if beside else None)
+    assert torch.equal(out, expected)
+    plain = reference.grouped_gemm(x, w, ends)
+    plain += reference.grouped_gemm(low, b, ends) if beside else 0
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)

@@ -16,11 +16,13 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moe_graphs.integrations.transformers import bitsandbytes_files
 from moe_graphs.integrations.transformers.packing import WEIGHTS
 from moe_graphs.integrations.transformers.quantized_experts import Packer, QuantizedExperts
 from moe_graphs.kernels.packed_weights import format_named
 
 _METHOD = "moe_graphs"
+_AS_THEY_ARE = ("nf4", "nf4_double", "mxfp4")
 
 
 @register_quantization_config(_METHOD)
@@ -31,9 +33,10 @@ class ExpertsInFewBits(QuantizationConfigMixin):  # type: ignore[misc]
     of what was packed. PEFT comes behind it, so it adapts all but the experts. Adapters can be
     saved, the model cannot: the directory that it came from is its checkpoint.
 
-    gpt-oss's files have MXFP4 already: ``config.quantization_config =
-    ExpertsInFewBits("mxfp4").to_dict()``, and ``from_pretrained(..., config=config)`` takes their
-    codes as they are.
+    gpt-oss's files have MXFP4 already, and those that bitsandbytes has packed have NF4:
+    ``config.quantization_config = ExpertsInFewBits("mxfp4").to_dict()``, and
+    ``from_pretrained(..., config=config)`` takes their codes as they are. Weights of NF4 files that
+    are no experts' are dequantised.
 
     Args:
         format: ``"nf4"``, ``"nf4_double"``, ``"mxfp4"`` or ``"fp8"``.
@@ -54,11 +57,12 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     is_trainable = True
 
     def validate_environment(self, *given: Any, **options: Any) -> None:
-        if self.pre_quantized and self.quantization_config.format != "mxfp4":
+        if self.pre_quantized and self.quantization_config.format not in _AS_THEY_ARE:
+            formats = ", ".join(_AS_THEY_ARE)
             raise ValueError(
                 f"ExpertsInFewBits: config.quantization_config says that the files have "
-                f"{self.quantization_config.format}, and only mxfp4 is read as it is: remove it, "
-                f"and pass quantization_config=... for files with whole weights"
+                f"{self.quantization_config.format}, and only {formats} are read as they are: "
+                f"remove it, and pass quantization_config=... for files with whole weights"
             )
         places = options.get("device_map")
         if isinstance(places, dict) and "disk" in places.values():
@@ -74,7 +78,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
             if name.endswith(WEIGHTS):
                 parameter.requires_grad_(False)
         self._packer = Packer(model, self.quantization_config.format, "ExpertsInFewBits")
-        if self.pre_quantized:
+        if self.pre_quantized and self.quantization_config.format == "mxfp4":
             self._packer.pack_all()  # on the meta device
         for experts in self._packer.experts.values():
             # Otherwise transformers draws weights, because it does not find those of before.
@@ -88,13 +92,22 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self)
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
-        names = [f"{name}_blocks" for name in WEIGHTS] if self.pre_quantized else []
-        return [WeightConverter([name], name, [_Join()]) for name in names]
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        format = self.quantization_config.format
+        if not self.pre_quantized:
+            return weight_conversions
+        if format == "mxfp4":
+            names = [f"{name}_blocks" for name in WEIGHTS]
+            return [*weight_conversions, *(WeightConverter([n], n, [_Join()]) for n in names)]
+        return bitsandbytes_files.converters(weight_conversions, format, self.place, self)
 
     def pack(self, full_name: str, weight: Tensor) -> None:
         module, _, name = full_name.rpartition(".")
         self._packer.pack(module, name, weight)
+
+    def place(self, full_name: str, stored: tuple[Tensor, ...]) -> None:
+        module, _, name = full_name.rpartition(".")
+        self._packer.place(module, name, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         if self._packer.left:

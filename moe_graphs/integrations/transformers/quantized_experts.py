@@ -21,7 +21,7 @@ from moe_graphs.integrations.transformers.changes import Changes, change_class, 
 from moe_graphs.integrations.transformers.experts_interface import experts_forward, why_no_lora
 from moe_graphs.integrations.transformers.packing import WEIGHTS, Packing, packing_of
 from moe_graphs.integrations.transformers.swapped_block import SwappedExperts
-from moe_graphs.kernels.packed_weights import FORMATS, PackedFormat, Scratch, format_named
+from moe_graphs.kernels.packed_weights import FORMATS, PackedFormat, Scratch, Stored, format_named
 from moe_graphs.report_tables import format_bytes
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -123,12 +123,19 @@ class Packer:
 
         The module computes with packed weights once it has no other.
         """
+        self.place(
+            module, name, self.kind.quantize(_stored(self.experts[module], weight, self.kind))
+        )
+
+    def place(self, module: str, name: str, stored: Stored) -> None:
+        """Puts what is packed already in place of the parameter of that name."""
         experts = self.experts[module]
-        dtype = experts._parameters.pop(name).dtype
-        stored = _stored(experts, weight, self.kind)
-        self._before += stored.nbytes
-        self._scratch.announce(stored.shape, dtype)
-        for end, each in zip(self.kind.suffixes, self.kind.quantize(stored), strict=True):
+        before = experts._parameters.pop(name)
+        dtype = before.dtype
+        self._before += before.nbytes
+        self.kind.check(stored)
+        self._scratch.announce(self.kind.shape_of(stored[0]), dtype)
+        for end, each in zip(self.kind.suffixes, stored, strict=True):
             # Parameters that are frozen, and no buffers: DDP would send these at every forward.
             experts.register_parameter(name + end, nn.Parameter(each, requires_grad=False))
             self._after += each.nbytes

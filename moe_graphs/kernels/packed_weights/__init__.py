@@ -37,7 +37,15 @@ from moe_graphs.kernels.packed_weights.reference import (
     format_named,
 )
 
-__all__ = ["FORMATS", "PackedFormat", "PackedWeight", "Scratch", "format_named", "packed_gemm"]
+__all__ = [
+    "FORMATS",
+    "PackedFormat",
+    "PackedWeight",
+    "Scratch",
+    "Stored",
+    "format_named",
+    "packed_gemm",
+]
 
 MOST_BYTES = 1 << 28
 """Size that the weights of experts that are dequantised at once may have."""
