@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_graphs.kernels import linear_cross_entropy, route_rows, routed_experts
 from moe_graphs.kernels.availability import as_on_gpus
 from moe_graphs.kernels.cross_entropy.linear import CHUNK_BYTES
+from moe_graphs.kernels.packed_weights import FORMATS, PackedWeight, Scratch
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from moe_graphs.planning.microbatch_memory import LiveStorages
 
@@ -53,16 +54,34 @@ def experts(tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, *factors: T
     return routed_experts_with_lora(tokens, order, weights, w1, w2, *lora)
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["frozen", "LoRA"])
+def packed_experts(tokens: Tensor, weights: Tensor, *stored: Tensor) -> Tensor:
+    order, scratch = route_rows(torch.zeros(T, K, dtype=torch.int64), E), Scratch()
+    pairs = stored[:2], stored[2:]
+    packed = [PackedWeight(pair, "nf4", BF16, False, scratch) for pair in pairs]
+    return routed_experts_with_lora(tokens, order, weights, *packed, None, None)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "LoRA", "packed"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_the_backward_of_experts_makes_of_rows(beside, checkpointed):
+def test_what_the_backward_of_experts_makes_of_rows(kind, checkpointed):
     """Gradients of outputs, of activations, and of gate and up, which may take their place.
 
     Where no factor needs them, gradients of outputs go before those of gate and up come.
     """
     given, factors = leaves()
-    given += [each.requires_grad_() for each in factors] if beside else []
-    out = checkpoint(experts, *given, use_reentrant=False) if checkpointed else experts(*given)
+    function, beside = experts, kind == "LoRA"
+    if beside:
+        given += [each.requires_grad_() for each in factors]
+    elif kind == "packed":
+        function = packed_experts
+        shapes = [FORMATS["nf4"].packed_shapes(each.shape) for each in given[2:]]
+        stored = [
+            torch.empty(shape, dtype=dtype)
+            for pair in shapes
+            for shape, dtype in zip(pair, FORMATS["nf4"].dtypes, strict=True)
+        ]
+        given = [*given[:2], *stored]
+    out = checkpoint(function, *given, use_reentrant=False) if checkpointed else function(*given)
     peak = peak_of(out.sum().backward)
     gate_up, of_outputs, of_activations = 2 * ROWS_OF_F, ROWS_OF_D, ROWS_OF_F
     if checkpointed or beside:
