@@ -235,6 +235,17 @@ def test_files_of_bitsandbytes_that_say_otherwise_are_errors(tmp_path):
         stored_of(matrix | {".quant_map": torch.zeros(16)}, nf4)
 
 
+@pytest.mark.parametrize("name", ["nf4", "nf4_double"])
+def test_records_are_those_that_bitsandbytes_saves(name):
+    functional = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes").functional
+    kind, matrix = FORMATS[name], torch.randn(96, 192).bfloat16()
+    options = dict(blocksize=64, quant_type="nf4", compress_statistics=name == "nf4_double")
+    codes, state = functional.quantize_4bit(matrix, **options)
+    saved = {f".{end}": each for end, each in state.as_dict(packed=True).items()} | {"": codes}
+    found = kind.dequantize(stored_of(saved, kind), matrix.dtype)
+    assert torch.equal(found[0], functional.dequantize_4bit(codes, state))
+
+
 # ---- memory
 
 

@@ -92,7 +92,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     def get_quantize_ops(self) -> ConversionOps:
         return _Pack(self)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
         format = self.quantization_config.format
         if not self.pre_quantized:
             return weight_conversions
