@@ -310,7 +310,7 @@ def test_experts_of_bitsandbytes_are_never_there_in_16_bits(name, tmp_path, monk
 
 @pytest.mark.filterwarnings("ignore:.*CUDA.*:UserWarning")
 def test_fp8_files_are_read_as_they_are(tmp_path, monkeypatch):
-    """By transformers itself, on a GPU of today, which this machine only says to have."""
+    """Transformers itself reads them, on a GPU of today, which this machine only says to have."""
     model_of(num_hidden_layers=4).save_pretrained(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     weights, kind = load_file(file), FORMATS["fp8"]

@@ -259,7 +259,8 @@ def test_another_number_of_tokens_needs_no_other_kernel(compiled):
         swiglu_triton.swiglu_backward(gate_up, grad, True)
         order, gate = chosen.view(-1), (1.0, 0.0, 0.0, False)
         routed_triton.weighted_swiglu(gate_up, weights, order, *gate)
-        routed_triton.weighted_swiglu_backward(gate_up, grad, weights, order, False, True, *gate)
+        given = gate_up, grad, weights, order, gate_up, False, True, *gate
+        routed_triton.weighted_swiglu_backward(*given)
         qkv, table = torch.empty(1, T, 4 * H, dtype=BF16), torch.empty(T, H // 2)
         heads_triton.heads_forward(qkv, table, table, None, None, 2, 1, 1e-5)
         given = [torch.empty(1, n, T, H, dtype=BF16).transpose(1, 2) for n in (2, 1, 1)]

@@ -10,8 +10,14 @@ import torch
 from test_packed_weights import pack, weight
 from torch import Tensor
 
-from kernel_check import error
+from kernel_check import error, group_ends, group_sizes
 from moe_graphs.kernels import RowOrder, packed_weights, route_rows
+from moe_graphs.kernels.gemm import (
+    add_beside,
+    grouped_gemm_forward,
+    grouped_gemm_with_lora,
+    rows_of_experts,
+)
 from moe_graphs.kernels.packed_weights import FORMATS, PackedWeight, Scratch, packed_gemm
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from replays import check_replays
@@ -111,6 +117,27 @@ def test_experts_are_those_of_dequantised_weights_bit_for_bit(name, beside, at_o
     found, expected = (results(leaves(), each, order(), beside) for each in (packed, dense))
     assert all(map(torch.equal, found, expected))
     assert all(error(a, b) == 0 for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("rows", [1500, 30000])  # ping-pong, and cooperative
+def test_products_of_some_experts_have_the_bits_of_all(rows, beside, transposed):
+    torch.manual_seed(0)
+    offsets = group_ends(group_sizes("zipf", rows, 16, 1))
+    shapes = ((rows, D), (rows, RANK), (16, D, 2 * F), (16, RANK, 2 * F))
+    x, low, w, b = (torch.randn(shape, device="cuda").to(BF16) for shape in shapes)
+    if transposed:
+        w, b = (each.mT.contiguous().mT for each in (w, b))
+    out = torch.full((rows, 2 * F), float("nan"), device="cuda", dtype=BF16)
+    for first in range(0, 16, 3):
+        part = slice(first, min(first + 3, 16))
+        rows_of_experts(x, w[part], offsets, first, out, (low, b) if beside else None)
+    found = add_beside(out, offsets, (low, b) if beside else None)
+    if beside:
+        assert torch.equal(found, grouped_gemm_with_lora(x, w, low, b, offsets))
+    else:
+        assert torch.equal(found, grouped_gemm_forward(x, w, offsets, False))
 
 
 @on_formats
