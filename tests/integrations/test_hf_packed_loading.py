@@ -18,6 +18,7 @@ from hf_families import tiny, tokens  # noqa: E402
 from moe_graphs.integrations.transformers import (  # noqa: E402
     ExpertsInFewBits,
     accelerate_model,
+    adaptable_experts,
     quantize_experts,
 )
 from moe_graphs.integrations.transformers.bitsandbytes_files import stored_of  # noqa: E402
@@ -25,6 +26,8 @@ from moe_graphs.integrations.transformers.quantized_experts import Packer  # noq
 from moe_graphs.kernels.packed_weights import FORMATS  # noqa: E402
 from moe_graphs.kernels.packed_weights.reference import DYNAMIC_VALUES, NF4_VALUES  # noqa: E402
 
+# PEFT 0.18 says so of every module whose parameters it targets.
+pytestmark = pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 WIDTHS = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
 
 
@@ -112,6 +115,49 @@ def test_adapters_beside_them_train_in_graphs_and_are_saved(tmp_path):
     again = peft.PeftModel.from_pretrained(load(tmp_path / "model"), tmp_path / "adapters")
     logits = [each.eval()(input_ids=tokens()).logits for each in (model, again)]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [*((name, "qwen3_moe") for name in FORMATS), ("mxfp4", "gpt_oss")]
+)
+def test_experts_that_are_packed_already_get_adapters(name, family, tmp_path):
+    """Adapters are those of a model that was whole when PEFT came; files go both ways."""
+    model_of(family).save_pretrained(tmp_path / "model")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    given = dict(r=4, lora_alpha=8, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(target_parameters=targets, init_lora_weights=False, **given)
+
+    def made(model):
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config).train()
+
+    def gradients(model):
+        accelerate_model(model, graphs=False)
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return named | {"loss": loss.detach()}
+
+    whole, packed = made(load_whole(tmp_path / "model")), load(tmp_path / "model", name)
+    quantize_experts(whole, name)
+    state = packed.state_dict().keys()
+    with adaptable_experts(packed):
+        model = made(packed)
+    assert {n.removeprefix("base_model.model.").replace(".base_layer", "")
+            for n in model.state_dict() if "lora" not in n} == state  # fmt: skip
+    model.save_pretrained(tmp_path / "adapters")
+    again = load(tmp_path / "model", name)
+    with adaptable_experts(again):
+        again = peft.PeftModel.from_pretrained(again, tmp_path / "adapters", is_trainable=True)
+    expected = gradients(whole)
+    assert len(expected) == 13
+    for found in map(gradients, (model, again)):
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found.pop("loss"), expected["loss"])
+        assert not [n for n, each in found.items() if not torch.equal(expected[n], each)]
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no packed experts"):
+        with adaptable_experts(tiny("llama", None)):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from moe_graphs.integrations.transformers.graph_callback import GraphCallback
 from moe_graphs.integrations.transformers.packed_loading import ExpertsInFewBits
 from moe_graphs.integrations.transformers.quantized_experts import (
     QuantizedExperts,
+    adaptable_experts,
     quantize_experts,
 )
 from moe_graphs.integrations.transformers.static_masks import static_batch
@@ -52,6 +53,7 @@ __all__ = [
     "GraphCallback",
     "QuantizedExperts",
     "accelerate_model",
+    "adaptable_experts",
     "causal_lm_loss",
     "experts_forward",
     "quantize_experts",

@@ -30,8 +30,8 @@ class ExpertsInFewBits(QuantizationConfigMixin):  # type: ignore[misc]
     """``quantization_config`` of ``from_pretrained`` that packs experts while they are loaded.
 
     Experts are frozen, as under ``quantize_experts``. ``model.hf_quantizer.packed`` is the record
-    of what was packed. PEFT comes behind it, so it adapts all but the experts. Adapters can be
-    saved, the model cannot: the directory that it came from is its checkpoint.
+    of what was packed. PEFT comes behind it, for experts within ``adaptable_experts``. Adapters can
+    be saved, the model cannot: the directory that it came from is its checkpoint.
 
     gpt-oss's files have MXFP4 already, and those that bitsandbytes has packed have NF4:
     ``config.quantization_config = ExpertsInFewBits("mxfp4").to_dict()``, and

@@ -61,14 +61,20 @@ def dense_stand_in(experts: Any) -> Any:
     del made.__dict__["packing"]
     stored = {name + end for end in FORMATS[experts.packing.format].suffixes for name in WEIGHTS}
     others = {name: each for name, each in experts._parameters.items() if name not in stored}
-    made.__dict__["_parameters"] = others
+    made.__dict__["_parameters"] = others | placeholders(experts, torch.device("meta"))
+    return made
+
+
+def placeholders(experts: Any, device: torch.device) -> dict[str, nn.Parameter]:
+    """Parameters of the names, shapes and dtypes of packed weights before, which take no memory."""
+    found = {}
     for name in WEIGHTS:
         packed = weight_of(experts, name, is_transposed=experts.is_transposed)
-        experts_, inner, outer = packed.shape
-        shape = (experts_, inner, outer) if experts.is_transposed else (experts_, outer, inner)
-        empty = torch.empty(shape, dtype=packed.dtype, device="meta")
-        made._parameters[name] = nn.Parameter(empty, requires_grad=False)
-    return made
+        count, inner, outer = packed.shape
+        shape = (count, inner, outer) if experts.is_transposed else (count, outer, inner)
+        number = torch.zeros((), dtype=packed.dtype, device=device)
+        found[name] = nn.Parameter(number.expand(shape), requires_grad=False)
+    return found
 
 
 def refuse_summed(reason: str | None) -> None:

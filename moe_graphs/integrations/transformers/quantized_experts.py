@@ -5,9 +5,10 @@ Source of the formats: bitsandbytes (NF4), transformers (``Mxfp4GptOssExperts``,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,19 @@ from torch import Tensor, nn
 from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.integrations.peft import innermost
 from moe_graphs.integrations.transformers.adapted_experts import multiplying_rows, outermost
-from moe_graphs.integrations.transformers.changes import Changes, change_class, derived
+from moe_graphs.integrations.transformers.changes import (
+    Changes,
+    change_class,
+    derived,
+    makers_of,
+)
 from moe_graphs.integrations.transformers.experts_interface import experts_forward, why_no_lora
-from moe_graphs.integrations.transformers.packing import WEIGHTS, Packing, packing_of
+from moe_graphs.integrations.transformers.packing import (
+    WEIGHTS,
+    Packing,
+    packing_of,
+    placeholders,
+)
 from moe_graphs.integrations.transformers.swapped_block import SwappedExperts
 from moe_graphs.kernels.packed_weights import FORMATS, PackedFormat, Scratch, Stored, format_named
 from moe_graphs.report_tables import format_bytes
@@ -85,6 +96,44 @@ def quantize_experts(
     for wrapper in outermost(model):
         _give_forward(wrapper, multiplying_rows)
     return packer.record()
+
+
+@contextlib.contextmanager
+def adaptable_experts(model: nn.Module) -> Iterator[None]:
+    """Context in which PEFT finds packed weights by their names and shapes, to make adapters.
+
+    So a model that was packed while its files were read gets adapters on its experts as well::
+
+        with adaptable_experts(model):
+            model = get_peft_model(model, LoraConfig(target_parameters=[...]))
+
+    It is for ``PeftModel.from_pretrained`` and ``load_adapter``, too. Parameters without memory
+    stand there meanwhile; initialisations of LoRA that read weights are not for packed ones.
+
+    Args:
+        model: what PEFT is applied to, or PEFT's around it.
+
+    Raises:
+        ValueError: the model has no packed experts.
+    """
+    packed = [module for module in model.modules() if packing_of(module) is not None]
+    if not packed:
+        raise ValueError(f"adaptable_experts: {type(model).__name__} has no packed experts")
+    before = [(module, dict(module._parameters)) for module in packed]
+    for module in packed:
+        found = placeholders(module, next(iter(module.parameters())).device)
+        for name in found:  # in the order of a whole module, by which PEFT nests its wrappers
+            module._parameters.pop(name, None)
+        module._parameters.update(found)
+    try:
+        yield
+    finally:
+        for module, parameters in before:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+    for wrapper in outermost(model):
+        if multiplying_rows not in makers_of(type(wrapper)):
+            _give_forward(wrapper, multiplying_rows)
 
 
 class Packer:
@@ -227,7 +276,8 @@ def check_adapters_of_packed(model: Any) -> None:
     if named and any(id(each) not in adapted for each in packed):
         raise ValueError(
             f"PEFT was to adapt {', '.join(named)}, and has found no such parameters, because the "
-            f"experts were in few bits already: apply PEFT before quantize_experts"
+            f"experts were in few bits already: apply PEFT before quantize_experts, or within "
+            f"adaptable_experts(model)"
         )
 
 
@@ -240,8 +290,7 @@ def adopt_quantized(model: Any, done: Changes) -> None:
     for what, count in kinds.items():
         note = (
             "its weights lie as triton_kernels swizzles them: load with "
-            "Mxfp4Config(dequantize=True) on the CPU, then quantize_experts(model, 'mxfp4', "
-            "device=...)"
+            "config.quantization_config = ExpertsInFewBits('mxfp4').to_dict()"
         )
         done.left("experts", what, count, note)
     found = [module for module in model.modules() if _is_fp8(module)]
