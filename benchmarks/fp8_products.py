@@ -3,13 +3,13 @@
     python benchmarks/fp8_products.py
     python benchmarks/fp8_products.py --out benchmarks/results/fp8_products_h200.jsonl
 
-Part of kernel_check (kind `fp8:all`). First a process checks: products against fp32 products of the
-numbers that codes stand for, with NaN past the last end, into poisoned outputs, twice; one capture
-replayed with other routings and weights; what kernels quantize against the CPU, bit for bit. A
-second process times, each in a graph of several calls, contenders in random order: TFLOP/s of the
-kernel's tiles, of our bf16, and of one dense product of the same FLOPs in bf16 and by
-`torch._scaled_mm` with a scale per row (`use_fast_accum=False`); microseconds of the ops that
-quantize beside those in bf16.
+Part of kernel_check (kind `fp8:all`). First a process checks: products and gradients of weights
+against fp32 products of the numbers that codes stand for, with NaN past the last end, into poisoned
+outputs, twice; one capture replayed with other routings and weights; what kernels quantize against
+the CPU, bit for bit. A second process times, each in a graph of several calls, contenders in random
+order: TFLOP/s of the kernels' tiles, of our bf16, and of one dense product of the same FLOPs in
+bf16 and by `torch._scaled_mm` with a scale per row (`use_fast_accum=False`); microseconds of the
+ops that quantize beside those in bf16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moe_graphs.bench.timing import (
 from moe_graphs.kernels import fp8, route_rows
 from moe_graphs.kernels.fp8 import reference
 from moe_graphs.kernels.gemm import launch as gemm
-from moe_graphs.kernels.gemm.heuristics import Variant, row_variant
+from moe_graphs.kernels.gemm.heuristics import Variant, row_variant, weight_variant
 from moe_graphs.kernels.permute import spread_rows
 from moe_graphs.kernels.routed_experts import weighted_swiglu_backward
 from moe_graphs.kernels.swiglu import NO_CLAMP, swiglu_forward
@@ -71,9 +71,10 @@ SHAPES = [  # routing, rows, experts, K, N: the products of a layer of Qwen3-30B
 ]
 
 
-def tiles(columns: int) -> dict[str, Variant]:
-    """The kernel's tiles by name."""
-    wide = replace(row_variant("fp8", 256), block_n=256, stages=4, pingpong=False)
+def tiles(columns: int, of_weights: bool = False) -> dict[str, Variant]:
+    """A kernel's tiles by name."""
+    v = weight_variant("fp8", 256, BF16) if of_weights else row_variant("fp8", 256)
+    wide = replace(v, block_n=256, stages=4, pingpong=False)
     found = {"128x128": replace(wide, block_n=128, stages=6)}
     if columns > 128:
         found["128x256"] = wide
@@ -129,6 +130,49 @@ def product_failures(case: tuple, seed: int) -> Iterator[str]:
             yield f"{case} {name}: two runs differ"
 
 
+def gradient_failures(case: tuple, seed: int) -> Iterator[str]:
+    """Gradients of weights; columns behind the last group are NaN."""
+    routing, rows, experts, M, N, tail = case
+    torch.manual_seed(seed)
+    sizes = group_sizes(routing, rows, experts, seed)
+    ends, offsets = torch.cumsum(sizes, 0).tolist(), group_ends(sizes)
+    wide = torch.logspace(-2, 2, rows + tail, device="cuda").to(BF16)[:, None]
+    x, dy = (matrices(rows + tail, n, dtype=BF16) for n in (M, N))
+    columns = [columns_of(each, offsets) for each in (x * wide, dy)]
+    blocks = sum(-(-size // 128) for size in sizes.tolist())
+    exact, at = torch.zeros(experts, M, N, device="cuda"), 0
+    numbers = [columns_numbers(each) for each in columns]
+    for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        own = slice(at, at + -(-(end - start) // 128) * 128)
+        exact[e], at = numbers[0][:, own] @ numbers[1][:, own].t(), own.stop
+    for codes, scales in columns:
+        codes.view(torch.uint8)[:, 128 * blocks :] = 0x7F
+        scales[:, blocks:] = float("nan")
+    allowed = 1.5 * error(exact.to(BF16), exact) + 1e-4
+    given = (*columns[0], *columns[1], offsets, rows + tail, BF16)
+    for name, variant in tiles(N, of_weights=True).items():
+        found = []
+        for _ in range(2):
+            out = torch.full((experts, M, N), POISON, device="cuda", dtype=BF16)
+            gemm.matmul_weights_fp8(*given, out=out, variant=variant)
+            found.append(out)
+        got = error(found[0], exact) if rows else float(found[0].abs().max())
+        if not got <= allowed:
+            yield f"{case} {name}: gradient's error {got:.2e}, allowed {allowed:.2e}"
+        if not torch.equal(*found):
+            yield f"{case} {name}: two runs of the gradient differ"
+
+
+def columns_of(rows_RK: Tensor, offsets: Tensor) -> fp8.Columns:
+    """Columns of rows that are sorted already."""
+    return fp8.columns_of(fp8.quantized(rows_RK, True), offsets)
+
+
+def columns_numbers(columns: fp8.Columns) -> Tensor:
+    scales = columns.scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return columns.codes.float() * scales
+
+
 def replay_failures() -> Iterator[str]:
     """One capture, without waiting for the host; other routings, weights and rows are replayed."""
     torch.manual_seed(5)
@@ -139,9 +183,15 @@ def replay_failures() -> Iterator[str]:
     def step() -> Tensor:
         return fp8.product(fp8.quantized(x), fp8.quantized_weights(w), offsets, BF16)
 
-    found = replay_difference(step, offsets, rows, lambda: (w.normal_(), x.normal_()))
-    if found:
-        yield found
+    def gradient() -> Tensor:
+        operands = columns_of(x, offsets), columns_of(dy, offsets)
+        return fp8.gradient_of_weights(*operands, offsets, rows, BF16, False)
+
+    dy = matrices(rows, N, dtype=BF16)
+    for call in (step, gradient):
+        found = replay_difference(call, offsets, rows, lambda: (w.normal_(), x.normal_()))
+        if found:
+            yield found
 
 
 def same_bits(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
@@ -168,10 +218,10 @@ def quantisation_failures(powers: bool) -> Iterator[str]:
         rows, copied = fp8.spread_quantized(
             x, order.order_R, inverse, False, with_rows=wanted, powers=powers
         )
-        expected = spread_rows(x, order.order_R, inverse, None, False)
-        if not same_bits(rows, reference.quantized_rows(expected.cpu(), powers)):
+        expected_rows = spread_rows(x, order.order_R, inverse, None, False)
+        if not same_bits(rows, reference.quantized_rows(expected_rows.cpu(), powers)):
             yield f"powers {powers}: spread rows differ from the CPU's"
-        if wanted and not torch.equal(copied, expected):
+        if wanted and not torch.equal(copied, expected_rows):
             yield f"powers {powers}: copied rows differ"
     gate_up = matrices(tokens * top_k, 2 * ffn, dtype=BF16)
     rows, h = fp8.swiglu_quantized(gate_up, powers), swiglu_forward(gate_up, NO_CLAMP)
@@ -186,6 +236,11 @@ def quantisation_failures(powers: bool) -> Iterator[str]:
         yield f"powers {powers}: gradients of SwiGLU differ from the op in bf16"
     if not same_bits(rows, reference.quantized_rows(made[0].cpu(), powers)):
         yield f"powers {powers}: codes of gradients differ from the CPU's"
+    found = fp8.weighted_swiglu_backward_all_quantized(*given, powers=powers)
+    if not all(map(same_bits, found[1:], (rows, fp8.quantized(made[2], powers)))):
+        yield f"powers {powers}: codes of SwiGLU's gradients and result differ"
+    if not torch.equal(found[0], made[1]):
+        yield f"powers {powers}: gradients of routing weights differ"
     w = matrices(3, 256, 384, dtype=BF16)
     for flip, weight in ((True, w), (False, w.mT)):
         found = fp8.quantized_weights(weight, powers)
@@ -195,11 +250,35 @@ def quantisation_failures(powers: bool) -> Iterator[str]:
             yield f"powers {powers}: weights of one pass differ, flip {flip}"
 
 
+def columns_failures() -> Iterator[str]:
+    """Columns have the bits of the CPU, and so have rows that are spread beside them."""
+    torch.manual_seed(0)
+    tokens, top_k, experts, hidden = 777, 4, 16, 1152
+    x = matrices(tokens, hidden, dtype=BF16)
+    x = (x * torch.logspace(-20, 10, tokens, device="cuda")[:, None]).to(BF16)
+    x[0], x[1, :128] = 0, 0
+    codes = fp8.quantized(x, True)
+    order = route_rows(torch.rand(tokens, experts, device="cuda").topk(top_k).indices, experts)
+    ends, inverse = order.offsets_E, order.inverse_R.view(tokens, top_k)
+    blocks = -(-ends.diff(prepend=ends.new_zeros(1)) // 128).sum().item()
+    rows = fp8.quantized(spread_rows(x, order.order_R, inverse, None, False), True)
+    want = fp8.columns_of(fp8.Rows(*(part.cpu() for part in rows)), ends.cpu())
+    spread, again = fp8.spread_columns(codes, order.order_R, inverse, ends, with_rows=True)
+    if not same_bits(again, rows):
+        yield "rows that are spread beside columns differ"
+    for name, found in (("sorted", fp8.columns_of(rows, ends)), ("spread", spread)):
+        cut = [(c[:, : 128 * blocks], s[:, :blocks]) for c, s in (found, want)]
+        if not same_bits(*cut):
+            yield f"columns, {name}, differ from the CPU's"
+
+
 def failures() -> list[str]:
     found = [each for powers in (False, True) for each in quantisation_failures(powers)]
+    found += columns_failures()
     for seed, case in enumerate(CASES):
         print(f"AT {case}", flush=True)
         found += product_failures(case, seed)
+        found += gradient_failures(case, seed)
     print("AT replay", flush=True)
     return [*found, *replay_failures()]
 
@@ -228,6 +307,12 @@ def contenders(x: Tensor, w: Tensor, offsets: Tensor) -> dict[str, Callable[[], 
     for name, variant in tiles(w.shape[2]).items():
         jobs[f"ours fp8, {name}"] = lambda v=variant: gemm.matmul_rows_fp8(
             *given, out=out, variant=v
+        )
+    dw, operands = torch.empty_like(w), (*columns_of(x, offsets), *columns_of(out, offsets))
+    jobs["ours bf16, weights"] = lambda: gemm.matmul_weights(x, out, offsets, out=dw)
+    for name, variant in tiles(w.shape[2], of_weights=True).items():
+        jobs[f"ours fp8, weights, {name}"] = lambda v=variant: gemm.matmul_weights_fp8(
+            *operands, offsets, len(x), BF16, out=dw, variant=v
         )
     return jobs
 
@@ -269,12 +354,13 @@ def product_times(shape: tuple, rounds: int) -> dict:
 
 def op_times(rounds: int) -> dict:
     """Microseconds in the sizes of a layer of Qwen3-30B-A3B with 16,384 tokens."""
-    tokens, top_k, experts, hidden, ffn = 16384, 8, 128, 2048, 768
-    x = matrices(tokens, hidden, dtype=BF16)
-    order = route_rows(torch.rand(tokens, experts, device="cuda").topk(top_k).indices, experts)
-    spread = order.order_R, order.inverse_R.view(tokens, top_k)
-    gate_up, grad = (matrices(tokens * top_k, n, dtype=BF16) for n in (2 * ffn, ffn))
-    given = gate_up, grad, torch.rand(tokens, top_k, device="cuda"), *spread, False
+    T, top_k, experts, hidden, ffn = 16384, 8, 128, 2048, 768
+    x = matrices(T, hidden, dtype=BF16)
+    order = route_rows(torch.rand(T, experts, device="cuda").topk(top_k).indices, experts)
+    spread, ends = (order.order_R, order.inverse_R.view(T, top_k)), order.offsets_E
+    gate_up, grad = (matrices(T * top_k, n, dtype=BF16) for n in (2 * ffn, ffn))
+    given = gate_up, grad, torch.rand(T, top_k, device="cuda"), *spread, False
+    tokens, rows = fp8.quantized(x, True), fp8.quantized(gate_up, True)
     w1, w2 = (matrices(experts, *s, dtype=BF16) for s in ((hidden, 2 * ffn), (ffn, hidden)))
     jobs = {
         "spread bf16": lambda: spread_rows(x, *spread, None, False),
@@ -286,6 +372,11 @@ def op_times(rounds: int) -> dict:
         "backward bf16 and fp8": lambda: fp8.weighted_swiglu_backward_quantized(
             *given, with_result=True
         ),
+        "tokens fp8": lambda: fp8.quantized(x, True),
+        "spread columns": lambda: fp8.spread_columns(tokens, *spread, ends, with_rows=False),
+        "spread fp8 and columns": lambda: fp8.spread_columns(tokens, *spread, ends, with_rows=True),
+        "columns of gate and up": lambda: fp8.columns_of(rows, ends),
+        "backward fp8": lambda: fp8.weighted_swiglu_backward_all_quantized(*given, powers=True),
         "weights, transposed": lambda: (fp8.quantized_weights(w1), fp8.quantized_weights(w2)),
         "weights, both": lambda: (fp8.quantized_twice(w1), fp8.quantized_twice(w2)),
         "weights, as they lie": lambda: (

@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +40,7 @@ from moe_graphs.bench.timing import elapsed
 from moe_graphs.kernels import grouped_gemm, permute, swiglu, unpermute
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.routed_experts import down_projection
-from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
-from moe_graphs.layers.model_config import MoEConfig
+from moe_graphs.layers.model_config import MoEConfig, Precision
 from moe_graphs.layers.moe import MoELayer, MoEOutput, Prepared
 from peer_models.moe_blocks import BLOCKS, BlockWeights
 from peer_models.worker import COMPILING, take_slot, take_turn
@@ -73,6 +71,7 @@ SIZES = (
     Size(8192, 4096, 14336, 8, 2),
     Size(32768, 4096, 1024, 128, 8),
     Size(16384, 7168, 2048, 32, 4),
+    Size(8192, 2048, 768, 128, 8),
 )
 
 
@@ -154,32 +153,23 @@ class GatheredLoads(MoELayer):
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
 
 
-class CodesKept(MoELayer):
-    """Ours in FP8, but weights are quantized once for forward and backward."""
-
-    def run_experts(self, prepared: Prepared) -> MoEOutput:
-        plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
-        hidden_TD = routed_experts_fp8(
-            plan.tokens.flatten(0, -2), plan.order, plan.weights_TK, w1, w2, keep_codes=True
-        )
-        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
-
-
 OURS = "ours, one graph"
-FP8, FP8_KEPT = "ours in FP8, one graph", "ours in FP8 with kept codes, one graph"
+IN_FP8: dict[str, Precision] = {
+    "ours in FP8, one graph": "fp8",
+    "ours in FP8 but gradients of weights, one graph": "fp8_rows",
+}
 KINDS = {
     OURS: MoELayer,
-    FP8: MoELayer,
-    FP8_KEPT: CodesKept,
+    **dict.fromkeys(IN_FP8, MoELayer),
     "separate ops, one graph": SeparateOps,
     "ours with gathered loads, one graph": GatheredLoads,
 }
 # The median over tokens of an output's or gradient's distance from eager's, by contender.
-APART = {FP8: 1.5e-1, FP8_KEPT: 1.5e-1}
+APART = dict.fromkeys(IN_FP8, 1.5e-1)
 
 
 def make_layer(
-    size: Size, kind: type[MoELayer] = MoELayer, precision: Literal["weights", "fp8"] = "weights"
+    size: Size, kind: type[MoELayer] = MoELayer, precision: Precision = "weights"
 ) -> MoELayer:
     sizes = dict(num_experts=size.experts, top_k=size.top_k, ffn_hidden_size=size.ffn)
     config = MoEConfig(**sizes, precision=precision)
@@ -190,7 +180,7 @@ def make_layer(
 
 
 def one_graph(size: Size, name: str) -> Contender:
-    layer = make_layer(size, KINDS[name], "fp8" if name == FP8 else "weights")
+    layer = make_layer(size, KINDS[name], IN_FP8.get(name, "weights"))
     return OneGraph(name, layer, lambda x: layer(x).hidden)
 
 
@@ -407,7 +397,7 @@ def main(arguments: list[str] | None = None) -> None:
     name = "moe_layer_separate" if args.separate else "moe_layer"
     graphs: Collection[str] = [each for each in KINDS if each not in APART] if args.separate else []
     if args.fp8:
-        name, graphs = "moe_layer_fp8", (OURS, FP8, FP8_KEPT)
+        name, graphs = "moe_layer_fp8", (OURS, *IN_FP8)
     for size, routing in itertools.product(args.sizes, args.routing):
         if time.time() - started > args.budget:
             print(f"budget spent: {size} left out")

@@ -1,4 +1,4 @@
-"""Counter of portable kernels' launches: kernels count, reports print."""
+"""Counter of launches that others would be faster than: kernels count, reports print."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ _launches: Counter[str] = Counter()
 
 
 def count(kernel: str) -> None:
-    """Count a launch of ``kernel`` on a GPU whose architecture has no row in the kernels' table."""
+    """Count a launch of ``kernel``.
+
+    The GPU's architecture has no row in the kernels' table, or another kernel would be faster.
+    """
     _launches[kernel] += 1
 
 

@@ -31,14 +31,17 @@ class ExpertsBackend(nn.Module):
         takes_tail: whether rows that belong to no expert may follow the experts' rows, as some
             dispatchers leave them (``Dispatcher.leaves_tail``).
         recomputes: whether ``recompute`` makes a difference.
-        precision: ``"weights"``, or ``"fp8"`` where a backend computes in it.
-        computes_fp8: whether it does.
+        precision: that of ``MoEConfig``.
+        computes_fp8: whether a backend computes in FP8.
+        keeps_codes: whether codes of weights in FP8 are kept from the forward to the backward.
+            ``parallelize`` says no where FSDP2 frees weights in between.
     """
 
     host_sync: str | None = None
     takes_tail: bool = False
     recomputes: bool = False
     computes_fp8: bool = False
+    keeps_codes: bool = True
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class ExpertsBackend(nn.Module):
         self.local_experts = range(first_expert, first_expert + num_local_experts)
         self.num_experts = num_local_experts if num_experts is None else num_experts
         self.recompute, self.precision = recompute, precision
-        if precision == "fp8":
+        if precision != "weights":
             check_sizes(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.make_weights(hidden_size, ffn_hidden_size, device, dtype)
         if not any(parameter.is_meta for parameter in self.parameters()):

@@ -46,9 +46,16 @@ class GroupedExperts(ExpertsBackend):
         self, tokens_XD: Tensor, order: RowOrder, weights_XK: Tensor, is_sorted: bool = False
     ) -> Tensor:
         w1_eD2F, w2_eFD = _local(self.w1), _local(self.w2)
-        options = dict(is_sorted=is_sorted, recompute=self.recompute)
-        run = routed_experts_fp8 if self.precision == "fp8" else routed_experts
-        return run(tokens_XD, order, weights_XK, w1_eD2F, w2_eFD, **options)
+        given, recompute = (tokens_XD, order, weights_XK, w1_eD2F, w2_eFD), self.recompute
+        if self.precision == "weights":
+            return routed_experts(*given, is_sorted=is_sorted, recompute=recompute)
+        return routed_experts_fp8(
+            *given,
+            is_sorted=is_sorted,
+            recompute=recompute,
+            keep_codes=self.keeps_codes and not recompute,
+            weight_gradients=self.precision == "fp8",
+        )
 
     def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:
         return {self.w1: (self.w1.shape[-1] // 2,) * 2, self.w2: ()}

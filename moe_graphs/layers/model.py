@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe_graphs.dispatch import Dispatcher, LocalDispatcher
 from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
 from moe_graphs.layers.head import Head
-from moe_graphs.layers.model_config import TransformerConfig
+from moe_graphs.layers.model_config import Precision, TransformerConfig
 from moe_graphs.layers.moe import moe_layers
 from moe_graphs.layers.norm import RMSNorm
 from moe_graphs.layers.rope import RotaryEmbedding
@@ -100,7 +100,7 @@ class LanguageModel(nn.Module):
         max_sequence_length: int | None = None,
         linear: str = "torch",
         experts: str = "moe_graphs",
-        precision: Literal["weights", "fp8"] = "weights",
+        precision: Precision = "weights",
     ) -> Self:
         """Load the model of a Hugging Face directory: config.json and safetensors, also sharded.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 from moe_graphs.registry import ATTENTIONS, EXPERTS, PROJECTIONS
+
+Precision = Literal["weights", "fp8", "fp8_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,12 @@ class MoEConfig:
         experts: kernels of the routed experts, see ``layers.expert_backends``.
         recompute: ``"experts"`` keeps of the routed experts nothing but their tokens for the
             backward, which runs the first of their two products again. All bits stay the same.
-        precision: ``"fp8"`` computes the routed experts' products and the gradients of their rows
-            in FP8, with a scale for each block of 128 numbers (128x128 of weights), and sums in
-            fp32, as DeepSeek-V3 trains. Weights keep their dtype, and their gradients are computed
-            in that of the tokens. 128 has to divide ``hidden_size`` and ``ffn_hidden_size``, and a
+        precision: ``"fp8"`` computes the routed experts' products and all of their gradients in
+            FP8, with a scale for each block of 128 numbers (128x128 of weights, and of what
+            gradients of weights are made of), and sums in fp32, as DeepSeek-V3 trains.
+            ``"fp8_rows"`` computes gradients of weights in the tokens' dtype. Weights keep theirs;
+            their codes, one byte a number, are kept from the forward to the backward, unless
+            ``recompute`` is set. 128 has to divide ``hidden_size`` and ``ffn_hidden_size``, and a
             GPU has to be a Hopper GPU. ``"weights"`` computes in the weights' dtype.
     """
 
@@ -59,7 +63,7 @@ class MoEConfig:
     shared_gate: bool = False
     experts: str = "moe_graphs"
     recompute: Literal["none", "experts"] = "none"
-    precision: Literal["weights", "fp8"] = "weights"
+    precision: Precision = "weights"
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
@@ -85,12 +89,14 @@ class MoEConfig:
                 f"recompute='experts' needs experts={EXPERTS.words(lambda e: e.recomputes)!r}, got "
                 f"experts={self.experts!r}"
             )
-        if self.precision not in ("weights", "fp8"):
-            raise ValueError(f"precision {self.precision!r} is unknown: choose weights or fp8")
-        if self.precision == "fp8" and not EXPERTS[self.experts].computes_fp8:
+        if self.precision not in get_args(Precision):
             raise ValueError(
-                f"precision='fp8' needs experts={EXPERTS.words(lambda e: e.computes_fp8)!r}, got "
-                f"experts={self.experts!r}"
+                f"precision {self.precision!r} is unknown: choose weights, fp8 or fp8_rows"
+            )
+        if self.precision != "weights" and not EXPERTS[self.experts].computes_fp8:
+            raise ValueError(
+                f"precision={self.precision!r} needs "
+                f"experts={EXPERTS.words(lambda e: e.computes_fp8)!r}, got experts={self.experts!r}"
             )
         self._check_groups()
 

@@ -29,7 +29,7 @@ def with_kernels(preset: Preset, asked: ModelOptions, device: torch.device) -> P
     if model.moe is not None:
         precision: Any = asked.precision
         moe = replace(model.moe, experts=experts, precision=precision)
-        if asked.precision == "fp8":
+        if asked.precision != "weights":
             check_sizes(hidden_size=model.hidden_size, ffn_hidden_size=moe.ffn_hidden_size)
         model = replace(model, moe=moe)
     elif asked.precision != "weights":

@@ -53,8 +53,8 @@ class ModelOptions:
     )
     precision: str = option(
         "weights",
-        "Precision of the experts' products: weights (that of the weights), or fp8 (blocks of 128; "
-        "on Hopper GPUs, and slowly on a CPU).",
+        "Precision of the experts' products: weights (that of the weights), fp8 (blocks of 128; on "
+        "Hopper GPUs, and slowly on a CPU), or fp8_rows (without the gradients of weights).",
     )
     linear: str = option(
         "torch",

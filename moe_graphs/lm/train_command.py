@@ -226,7 +226,7 @@ def _loss(settings: TrainSettings) -> str:
 def _experts(model: TransformerConfig) -> str:
     if model.moe is None:
         return "none"
-    return f"{model.moe.experts}{' in FP8' * (model.moe.precision == 'fp8')}"
+    return f"{model.moe.experts}{' in FP8' * (model.moe.precision != 'weights')}"
 
 
 def _update(settings: TrainSettings) -> str:

@@ -85,6 +85,9 @@ def parallelize(
                 exact = replace(policy, cast_forward_inputs=False)
                 fully_shard(together, mesh=shards, mp_policy=exact, reshard_after_forward=reshard)
                 _divide_by_all(together[0], shards, config)
+    if reshard:
+        for layer in moe_layers(model):
+            layer.experts.keeps_codes = False
     options: dict[str, Any] = {"mesh": _shards(config, mesh, "dp_shard_cp"), "mp_policy": policy}
     if model.embedding is not None:
         fully_shard(model.embedding, reshard_after_forward=reshard, **options)

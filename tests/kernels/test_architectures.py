@@ -47,7 +47,9 @@ UNKNOWN = (87, 110, 121)
 # Cases that some architecture has been too small for.
 LARGEST = ("grouped GEMM, rows", "grouped GEMM, weights", "RMS norm of a sum, 8192")
 CASES = kernel_cases()
-OF_HOPPER = ("grouped GEMM, gathered rows", "FP8, quantisation", "FP8, products")
+OF_HOPPER = (
+    "grouped GEMM, gathered rows", "FP8, quantisation", "FP8, columns", "FP8, products",
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ them as a deadlock. They are reproduced here, and the loops of our kernels are c
 from __future__ import annotations
 
 import re
+import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -21,7 +23,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from compiled import Compiled, check, launch_compiler  # noqa: E402
 from grids import few, grid  # noqa: E402
-from moe_graphs import kernels  # noqa: E402
+from moe_graphs import kernels, portable_launches  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
 from moe_graphs.kernels.gemm import sm90_common, tile_scheduler  # noqa: E402
 from moe_graphs.kernels.heads import triton_kernels as heads_triton  # noqa: E402
@@ -165,14 +167,59 @@ def test_rows_in_fp8(compiled, columns, pingpong, dtype):
     )
     (kernel,) = compiled(launch.run)
     check(kernel, wgmma=True)
-    # A consumer's K loop also carries the scales of the next step, and the block's sum. Whose turn
+    # A consumer's K loop also carries scales of the next two steps, and the block's sum. Whose turn
     # it is comes out of the loops where a step has two halves.
     halves = variant.block_n // 128
-    step = 4 + 2 * halves
+    step = 5 + 2 * halves
     carried = {(2, True): [7, 2, step, 8, 2, step], (1, True): [8, 3, step + 1] * 2}
     assert kernel.carried == [*carried.get((halves, pingpong), [7, 2, step] * 2), 7, 2]
     assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4
     assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64
+
+
+@pytest.mark.parametrize(
+    ("columns", "pingpong", "dtype"), [(1024, True, BF16), (1024, False, FP16), (384, True, BF16)]
+)
+def test_weights_in_fp8(compiled, columns, pingpong, dtype):
+    codes = [torch.zeros(s, 1024, dtype=torch.uint8) for s in (512, columns)]
+    x, dy = (code.view(torch.float8_e4m3fn) for code in codes)
+    variant = replace(gemm.weight_variant("fp8", columns, dtype), pingpong=pingpong)
+    scales = torch.empty(4, 8), torch.empty(columns // 128, 8)
+    dw = torch.empty(8, 512, columns, dtype=dtype)
+    launch = gemm.kernels_of(variant, CPU).fp8_weights_launch(
+        variant, x, scales[0], dy, scales[1], dw, work(4), 132
+    )
+    (kernel,) = compiled(launch.run)
+    check(kernel, wgmma=True)
+    print(kernel.carried, kernel.log, kernel.shared)
+    # Tile loop: slot, phase, e, first, end. Steps are carried as those of rows are.
+    halves = variant.block_n // 128
+    step = 5 + 2 * halves
+    carried = {(2, True): [5, step], (1, True): [6, step + 1]}.get((halves, pingpong), [5, step])
+    assert kernel.carried == [*carried * 2, 4, 2]
+    assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4
+    assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64
+
+
+def test_products_in_fp8_of_few_rows_are_counted_and_told_once(compiled, monkeypatch):
+    monkeypatch.setattr(portable_launches, "_launches", Counter())
+    scales, codes = torch.empty(4, 8 * 767), torch.zeros(8 * 767, 512, dtype=torch.uint8)
+    w, w_scales = torch.zeros(8, 128, 512, dtype=torch.uint8), torch.empty(8, 1, 4)
+    given = *(x.view(torch.float8_e4m3fn) for x in (codes, w)), torch.zeros(8, dtype=torch.int32)
+
+    def multiply(rows: int) -> None:
+        part = given[0][:rows], scales[:, :rows].contiguous(), given[1], w_scales, given[2]
+        compiled(lambda: gemm.matmul_rows_fp8(*part, BF16))
+
+    with pytest.warns(UserWarning, match="get 767 rows each on average. .* fewer than 768,"):
+        multiply(8 * 767)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        multiply(8 * 100)
+    assert list(portable_launches.portable_launches().values()) == [2]
+    monkeypatch.setattr(gemm, "FP8_PAYS_FROM", 100)
+    multiply(8 * 100)
+    assert list(portable_launches.portable_launches().values()) == [2]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ pytest.importorskip("triton")
 from compiled import check, launch_compiler
 from grids import by_turns, few, grid, longer
 from moe_graphs import kernels
+from moe_graphs.kernels import fp8
 from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
+from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 from moe_graphs.kernels.heads import triton_kernels as heads_triton
 from moe_graphs.kernels.permute import triton_kernels as permute_triton
 from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton
@@ -261,6 +263,16 @@ def test_another_number_of_tokens_needs_no_other_kernel(compiled):
         routed_triton.weighted_swiglu(gate_up, weights, order, *gate)
         given = gate_up, grad, weights, order, gate_up, False, True, *gate
         routed_triton.weighted_swiglu_backward(*given)
+        inverse, codes = chosen.int(), torch.empty(T, D, dtype=torch.float8_e4m3fn)
+        fp8_triton.fp8_quantize(x, True)
+        fp8_triton.fp8_spread(x, inverse, T * K, False, False, True)
+        gate_up, grad = torch.empty(T * K, 256, dtype=BF16), torch.empty(T * K, 128, dtype=BF16)
+        fp8_triton.fp8_swiglu(gate_up, True)
+        for result in ("none", "codes"):
+            given = gate_up, grad, weights, order.int(), False, result, True
+            fp8_triton.fp8_weighted_swiglu_backward(*given)
+        given = codes, torch.empty(1, T), order.int(), torch.zeros(E, dtype=torch.int32), T * K, K
+        fp8_triton.columns(*given, True, fp8._columns_like(codes, given[1], given[3], T * K, True))
         qkv, table = torch.empty(1, T, 4 * H, dtype=BF16), torch.empty(T, H // 2)
         heads_triton.heads_forward(qkv, table, table, None, None, 2, 1, 1e-5)
         given = [torch.empty(1, n, T, H, dtype=BF16).transpose(1, 2) for n in (2, 1, 1)]
@@ -272,7 +284,7 @@ def test_another_number_of_tokens_needs_no_other_kernel(compiled):
         [(each.name, each.number) for each in compiled(lambda T=T: launches(T))]
         for T in (64, 63, 1)
     )
-    assert len(many) == 17
+    assert len(many) == 24
     assert odd == many
     assert one == many
 

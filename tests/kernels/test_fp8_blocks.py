@@ -49,7 +49,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.detach() - want.detach()).float().norm() / want.detach().float().norm())
 
 
-def in_fp8(x: Tensor) -> Tensor:
+def in_blocks_of_rows(x: Tensor) -> Tensor:
     """The numbers that blocks of rows stand for, written plainly."""
     blocks = x.detach().float().unflatten(-1, (-1, 128))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
@@ -64,8 +64,19 @@ def in_square_blocks(w: Tensor) -> Tensor:
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).view(rows, columns)
 
 
-def plain(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor]:
+def in_fp8_by_powers(x: Tensor) -> Tensor:
+    """`in_blocks_of_rows` by the least powers of two that keep codes in range."""
+    blocks = x.detach().float().unflatten(-1, (-1, 128))
+    scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448).log2().ceil().exp2()
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
+def plain(
+    order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, all_in_fp8: bool
+) -> list[Tensor]:
     """Output and gradients by torch in fp32, whose operands were rounded to FP8 one by one."""
+    of_weights = in_fp8_by_powers if all_in_fp8 else lambda x: x
+    in_fp8 = in_fp8_by_powers if all_in_fp8 else in_blocks_of_rows
     rows = order.order_R.long()
     token, weight = tokens.detach()[rows // K], weights.detach().view(-1, 1)[rows]
     torch.manual_seed(2)
@@ -84,40 +95,45 @@ def plain(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tens
         da = in_fp8(dy) @ down.t()
         (dh,) = torch.autograd.grad(a, h, da * s)
         dweights[rows[own]] = (a.detach() * da).sum(1)
-        dw2[e], dw1[e] = (s * a.detach()).t() @ dy, x.t() @ dh
+        dw2[e] = of_weights(s * a.detach()).t() @ of_weights(dy)
+        dw1[e] = of_weights(x).t() @ of_weights(dh)
         dtokens.index_add_(0, at, in_fp8(dh) @ up.t())
     return [out, dtokens, dweights.view(T, K), dw1, dw2]
 
 
+@pytest.mark.parametrize("all_in_fp8", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_errors_are_those_of_plain_fp8(routing):
+def test_errors_are_those_of_plain_fp8(routing, all_in_fp8):
     torch.manual_seed(1)
     order, given = route_rows(ROUTINGS[routing](), E), leaves()
     exact = results(routed_experts, order, given)
     names = ("output", "tokens", "routing weights", "w1", "w2")
-    found = results(routed_experts_fp8, order, given)
-    for name, got, want, other in zip(names, found, exact, plain(order, *given), strict=True):
+    found = results(routed_experts_fp8, order, given, weight_gradients=all_in_fp8)
+    others = plain(order, *given, all_in_fp8)
+    for name, got, want, other in zip(names, found, exact, others, strict=True):
         assert 0.01 < error(got, want) < 1.1 * error(other, want), name
         assert got.dtype == want.dtype
 
 
+@pytest.mark.parametrize("all_in_fp8", [False, True])
 @pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_gaps_tails_and_sorted_rows_change_no_bit(dtype, powers):
+def test_gaps_tails_and_sorted_rows_change_no_bit(dtype, powers, all_in_fp8):
     torch.manual_seed(1)
     order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype)
-    found = results(routed_experts_fp8, order, given, powers=powers)
-    gapped = results(routed_experts_fp8, padded(order, T, tail=3), given, powers=powers)
-    again = results(routed_experts_fp8, order, given, powers=powers, recompute=True)
-    kept = results(routed_experts_fp8, order, given, powers=powers, keep_codes=True)
+    options = dict(powers=powers, weight_gradients=all_in_fp8)
+    found = results(routed_experts_fp8, order, given, **options)
+    gapped = results(routed_experts_fp8, padded(order, T, tail=3), given, **options)
+    again = results(routed_experts_fp8, order, given, **options, recompute=True)
+    kept = results(routed_experts_fp8, order, given, **options, keep_codes=True)
     transposed = [*given[:2], *(w.detach().mT.contiguous().mT.requires_grad_() for w in given[2:])]
-    for other in (again, kept, results(routed_experts_fp8, order, transposed, powers=powers)):
+    for other in (again, kept, results(routed_experts_fp8, order, transposed, **options)):
         assert all(map(torch.equal, found, other))
     for got, want in zip(gapped, found, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=2e-2 if dtype == BF16 else 1e-5)
     rows = given[0].detach()[order.order_R.long() // K].requires_grad_()
     torch.manual_seed(2)
-    out = routed_experts_fp8(rows, order, *given[1:], is_sorted=True, powers=powers)
+    out = routed_experts_fp8(rows, order, *given[1:], is_sorted=True, **options)
     assert torch.equal(out, found[0])
     grads = torch.autograd.grad(out, [rows, *given[1:]], torch.randn(T, D).to(dtype))
     assert all(map(torch.equal, grads[1:], found[2:]))
@@ -184,35 +200,37 @@ def test_what_is_not_finite_comes_out_as_nan(value):
     assert torch.isfinite(dtokens[0]).all()
 
 
-def test_a_split_backward_gives_the_same_gradients():
+@pytest.mark.parametrize("all_in_fp8", [False, True])
+def test_a_split_backward_gives_the_same_gradients(all_in_fp8):
     torch.manual_seed(1)
     order, given = route_rows(ROUTINGS["random"](), E), leaves()
-    expected = results(routed_experts_fp8, order, given)
+    expected = results(routed_experts_fp8, order, given, weight_gradients=all_in_fp8)
     torch.manual_seed(2)
-    out = routed_experts_fp8(given[0], order, *given[1:])
+    out = routed_experts_fp8(given[0], order, *given[1:], weight_gradients=all_in_fp8)
     split = SplitBackward([out], given[:2], given[2:])
     found = split.input_gradients([torch.randn(T, D)])
     assert all(map(torch.equal, [*found, *split.parameter_gradients()], expected[1:]))
 
 
-def test_the_layer_keeps_what_it_keeps_in_bf16():
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rows"])
+def test_the_layer_keeps_codes_of_its_weights_besides_what_it_keeps_in_bf16(precision):
+    """A layer that keeps nothing but tokens keeps none, nor does one whose weights FSDP2 frees."""
     tokens, kept = torch.randn(T, D, dtype=BF16, requires_grad=True), []
-    for precision in ("weights", "fp8"):
-        layer = MoELayer(replace(MOE, precision=precision), D, dtype=BF16)
+    for name, recompute, keeps_codes in (
+        ("weights", "none", True),
+        (precision, "none", True),
+        (precision, "none", False),
+        ("weights", "experts", True),
+        (precision, "experts", True),
+    ):
+        layer = MoELayer(replace(MOE, precision=name, recompute=recompute), D, dtype=BF16)
+        layer.experts.keeps_codes = keeps_codes
         kept.append(kept_bytes(lambda layer=layer: layer(tokens), layer.parameters()))
-    assert kept[0] == kept[1]
-    order, given = route_rows(ROUTINGS["random"](), E), leaves()
-    for keep_codes in (False, True):
-        kept.append(
-            kept_bytes(
-                lambda k=keep_codes: [
-                    routed_experts_fp8(given[0], order, *given[1:], keep_codes=k)
-                ],
-                given,
-            )
-        )
-    blocks = E * (D * 2 * F + F * D) // 128**2
-    assert kept[3] - kept[2] == blocks * (128**2 + 4)
+    in_bf16, in_fp8, without, lean, lean_in_fp8 = kept
+    blocks = MOE.num_experts * (D * 2 * F + F * D) // 128**2
+    assert in_fp8 - in_bf16 == blocks * (128**2 + 4)
+    assert without == in_bf16
+    assert lean_in_fp8 == lean < in_bf16
 
 
 def test_training_in_fp8_stays_close_to_training_without():
@@ -244,7 +262,7 @@ def test_refusals():
         MoELayer(replace(MOE, ffn_hidden_size=64), D)
     with pytest.raises(ValueError, match="128 must divide hidden_size, got 200"):
         MoELayer(MOE, 200)
-    with pytest.raises(ValueError, match="precision 'fp4' is unknown: choose weights or fp8"):
+    with pytest.raises(ValueError, match="precision 'fp4' is unknown: choose weights, fp8 or"):
         replace(MOE, precision="fp4")
     with pytest.raises(ValueError, match="precision='fp8' needs experts='moe_graphs', got"):
         replace(MOE, experts="transformer_engine")

@@ -39,6 +39,15 @@ def test_products(case):
     assert not list(fp8_products.product_failures(case, seed=1))
 
 
+@pytest.mark.parametrize("case", fp8_products.CASES, ids=lambda case: f"{case[0]} {case[1]}")
+def test_gradients_of_weights(case):
+    assert not list(fp8_products.gradient_failures(case, seed=1))
+
+
+def test_columns_have_the_bits_of_the_cpu():
+    assert not list(fp8_products.columns_failures())
+
+
 @pytest.mark.parametrize("powers", [False, True])
 def test_what_is_quantized_has_the_bits_of_the_cpu(powers):
     assert not list(fp8_products.quantisation_failures(powers))
@@ -48,21 +57,21 @@ def test_a_product_is_replayed_with_other_routings_and_weights():
     assert not list(fp8_products.replay_failures())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("dtype", "all_in_fp8"), [(BF16, False), (BF16, True), (FP16, True)])
 @pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "every expert"])
-def test_errors_of_values_and_all_gradients(routing, dtype):
+def test_errors_of_values_and_all_gradients(routing, dtype, all_in_fp8):
     """An error against fp32 is at most 1.1 times that of the plain path on the CPU."""
     experts_TK = ROUTINGS[routing]()
     order, given = route_rows(experts_TK, E), leaves(experts_TK, dtype)
     grad = torch.randn(len(experts_TK), D, device="cuda").to(dtype)
-    found = results(order, given, grad)
+    found = results(order, given, grad, weight_gradients=all_in_fp8)
     if not len(experts_TK):
         assert all(x.eq(0).all() for x in found)
         return
     on_cpu = [x.detach().cpu().requires_grad_() for x in given]
     exact = [x.detach().float().requires_grad_() for x in on_cpu]
     their_order = route_rows(experts_TK.cpu(), E)
-    plain = results(their_order, on_cpu, grad.cpu())
+    plain = results(their_order, on_cpu, grad.cpu(), weight_gradients=all_in_fp8)
     wants = results(their_order, exact, grad.cpu(), routed_experts)
     for name, got, other, want in zip(NAMES, found, plain, wants, strict=True):
         assert got.dtype == other.dtype
@@ -71,19 +80,21 @@ def test_errors_of_values_and_all_gradients(routing, dtype):
         assert error(got.cpu(), other.float()) < 0.02, name
 
 
+@pytest.mark.parametrize("all_in_fp8", [False, True])
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("routing", ["zipf", "empty experts", "one takes all"])
-def test_nothing_depends_on_memory_that_nobody_wrote(routing, gaps):
+def test_nothing_depends_on_memory_that_nobody_wrote(routing, gaps, all_in_fp8):
     """Results have the same bits if every fresh tensor is full of NaN and largest integers."""
     torch.manual_seed(1)
     experts_TK = ROUTINGS[routing]()
     order = padded(experts_TK, 1.1, 100) if gaps else route_rows(experts_TK, E)
     given, grad = leaves(experts_TK), torch.randn(len(experts_TK), D, device="cuda").to(BF16)
-    expected = results(order, given, grad)
+    options = dict(weight_gradients=all_in_fp8)
+    expected = results(order, given, grad, **options)
     torch.use_deterministic_algorithms(True)
     try:
-        found = results(order, given, grad)
-        again = results(order, given, grad, recompute=True)
+        found = results(order, given, grad, **options)
+        again = results(order, given, grad, **options, recompute=True)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(x.isfinite().all() for x in found)
@@ -101,13 +112,15 @@ def test_what_is_not_finite_comes_out_as_nan(value):
     assert torch.isfinite(out).all(1).tolist() == [t != 7 for t in range(T)]
 
 
-def test_replays_with_other_routings_and_weights_bitwise():
+@pytest.mark.parametrize("all_in_fp8", [False, True])
+def test_replays_with_other_routings_and_weights_bitwise(all_in_fp8):
     """Captured once, forward and backward; deterministic, and without a host sync."""
     ids = ROUTINGS["uniform"]()
     given, grad = leaves(ids), torch.randn(T, D, device="cuda").to(BF16)
 
     def step() -> list[Tensor]:
-        return results(route_rows(ids, E), given, grad)
+        options = dict(keep_codes=True, weight_gradients=all_in_fp8)
+        return results(route_rows(ids, E), given, grad, **options)
 
     def change() -> None:
         names = ("zipf", "one takes all", "empty experts", "uniform")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from moe_graphs.kernels import route_rows
+from moe_graphs.kernels import fp8, route_rows
 from moe_graphs.kernels.fp8 import reference
 from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 from moe_graphs.kernels.permute import triton_kernels as permute_triton
@@ -27,7 +27,9 @@ pytestmark = [
 def assert_bits(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     for got, want in zip(found, expected, strict=True):
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
-        got, want = (x.view(torch.uint8 if x.element_size() == 1 else FP32) for x in (got, want))
+        got, want = (
+            x.contiguous().view(torch.uint8 if x.element_size() == 1 else FP32) for x in (got, want)
+        )
         assert torch.equal(got, want)
 
 
@@ -43,6 +45,41 @@ def rows_of(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 def test_rows(rows, dtype, powers):
     x = rows_of(max(rows, 2), 384, dtype)[:rows]
     assert_bits(fp8_triton.fp8_quantize(x, powers), reference.quantized_rows(x, powers))
+
+
+# Rows of the experts, and those of all; the last ones belong to none.
+SIZES = [([130, 0, 5, 128, 0], 270), ([3], 3), ([0, 256], 256)]
+
+
+def some_order(sizes: list[int], rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pairs of rows, their inverse for 2 pairs of a token, ends, and which columns are written."""
+    torch.manual_seed(0)
+    tokens = -(-rows // 2)
+    order_R = torch.randperm(2 * tokens)[:rows].int()
+    inverse = torch.full((2 * tokens,), -1, dtype=torch.int32)
+    inverse[order_R.long()] = torch.arange(rows, dtype=torch.int32)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    return order_R, inverse.view(-1, 2), ends, sum(-(-size // 128) for size in sizes)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize(("sizes", "rows"), SIZES)
+def test_columns(sizes, rows, is_sorted, spread, powers):
+    """Scales of rows are powers of two whatever `powers` says."""
+    order_R, inverse, ends, blocks = some_order(sizes, rows)
+    order_R[1] = -1
+    order_R[int(ends[-1]) :] = 1 << 30  # memory that nobody wrote
+    source = rows_of(rows if is_sorted else len(inverse), 256, BF16)
+    codes, scales = reference.quantized_rows(source, True)
+    given = codes, scales, None if is_sorted else order_R, ends, rows, 1 if is_sorted else 2
+    found = fp8._columns_like(codes, scales, ends, rows, spread and not is_sorted)
+    fp8_triton.columns(*given, spread and not is_sorted, found)
+    expected = fp8.fp8_columns(*given, spread and not is_sorted)
+    live = int(ends[-1])
+    got, want = ((of[0][:, : 128 * blocks], of[1][:, :blocks]) for of in (found, expected))
+    assert_bits(got, want)
+    assert_bits((found[2][:live], found[3][:, :live]), (expected[2][:live], expected[3][:, :live]))
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -97,7 +134,7 @@ def test_weighted_swiglu_backward(tokens, ffn, dtype, gaps, powers):
         order_R[4] = -1
         x[4], dh[4] = float("nan"), float("nan")
     given = x, dh, weights, order_R, gaps
-    *found, codes, scales = fp8_triton.fp8_weighted_swiglu_backward(*given, True, powers)
+    *found, codes, scales, _, _ = fp8_triton.fp8_weighted_swiglu_backward(*given, "values", powers)
     of_x, result = torch.empty_like(x), dh.clone()
     of_op = x, result, weights, order_R, of_x, gaps, True, *NO_CLAMP
     expected = of_x, routed_experts_triton.weighted_swiglu_backward(*of_op), result
@@ -105,7 +142,10 @@ def test_weighted_swiglu_backward(tokens, ffn, dtype, gaps, powers):
     assert torch.equal(found[2], expected[2])
     torch.testing.assert_close(found[1], expected[1])  # added up in other parts
     assert_bits((codes, scales), reference.quantized_rows(expected[0], powers))
-    alone = fp8_triton.fp8_weighted_swiglu_backward(*given, False, powers)
-    assert not alone[0].numel()
-    assert not alone[2].numel()
-    assert_bits(alone[3:], (codes, scales))
+    for result in ("none", "codes"):
+        alone = fp8_triton.fp8_weighted_swiglu_backward(*given, result, powers)
+        assert not alone[0].numel()
+        assert not alone[2].numel()
+        assert torch.equal(alone[1], found[1])
+        assert_bits(alone[3:5], (codes, scales))
+    assert_bits(alone[5:], reference.quantized_rows(expected[2], powers))

@@ -7,9 +7,11 @@ import torch
 from torch.distributed import checkpoint
 
 from distributed import run_distributed
+from fake_ranks import as_rank, lay_out
 from full_iterations import batches
 from moe_graphs.dispatch import AllGatherDispatcher, LocalDispatcher
 from moe_graphs.layers import LanguageModel
+from moe_graphs.layers.moe import moe_layers
 from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize
 from moe_graphs.parallel.expert_shards import shard_experts
 from moe_graphs.parallel.mesh import data_mesh
@@ -35,6 +37,23 @@ STEPS = 4
 def test_degrees_that_do_not_fit_are_refused(degrees, message):
     with pytest.raises(ValueError, match=message):
         ParallelConfig(**degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "kept"),
+    [
+        ({"dp_shard": 2}, False),
+        ({"dp_shard": 2, "ep": 2}, False),
+        ({"dp_shard": 2, "reshard_after_forward": False}, True),
+        ({"tp": 2}, True),
+    ],
+)
+def test_codes_of_weights_that_fsdp_frees_are_not_kept(degrees, kept):
+    """Unsharded codes would lie there until the backward."""
+    with as_rank(0, 2):
+        model = tiny_model("meta", "moe", precision="fp8")
+        lay_out(model, ParallelConfig(**degrees), "cpu")
+    assert [layer.experts.keeps_codes for layer in moe_layers(model)] == [kept] * 2
 
 
 def test_the_world_does_not_count_ep():

@@ -53,12 +53,19 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
                 lambda v=weights, o=out: gemm.matmul_weights(x, dy, ends, out=o, variant=v),
             )
     given = (*fp8.quantized(x), *fp8.quantized_weights(w), ends, torch.bfloat16)
+    columns = (part for rows in (x, dy) for part in fp8.columns_of(fp8.quantized(rows, True), ends))
+    operands = (*columns, ends, len(x), torch.bfloat16)
     for block_n, stages, turns in ((128, 6, True), (256, 4, False), (256, 4, True)):
-        variant = replace(row_variant("fp8", WIDTH), block_n=block_n, stages=stages)
-        variant = replace(variant, pingpong=turns)
+        tile = dict(block_n=block_n, stages=stages, pingpong=turns)
+        rows = replace(row_variant("fp8", WIDTH), **tile)
+        weights = replace(weight_variant("fp8", WIDTH, torch.bfloat16), **tile)
         yield (
             f"rows fp8 {block_n} {turns}",
-            lambda v=variant: gemm.matmul_rows_fp8(*given, variant=v),
+            lambda v=rows: gemm.matmul_rows_fp8(*given, variant=v),
+        )
+        yield (
+            f"weights fp8 {block_n} {turns}",
+            lambda v=weights: gemm.matmul_weights_fp8(*operands, variant=v),
         )
     yield "gathered", lambda: gemm.matmul_gathered(x, order, 1, w, ends)
     total = torch.zeros(EXPERTS, WIDTH, WIDTH, device="cuda")

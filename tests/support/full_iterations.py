@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from moe_graphs.engine.whole_step.full_iteration import FullIteration
+from moe_graphs.layers.model_config import Precision
 from training_runs import SEQUENCE, VOCABULARY, Trace, loss_of, tiny_model
 
 
@@ -43,7 +44,7 @@ class Run:
         layers: str = "mixed",
         microbatches: int = 1,
         inside: bool = True,
-        precision: Literal["weights", "fp8"] = "weights",
+        precision: Precision = "weights",
         **options: Any,
     ) -> None:
         self.device, self.microbatches, self.inside = device, microbatches, inside

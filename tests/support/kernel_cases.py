@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs import kernels
+from moe_graphs.kernels import fp8
 from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
@@ -61,6 +62,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "rows between ranks": _peer_rows,
         "weights in few bits": _packed_weights,
         "FP8, quantisation": _fp8,
+        "FP8, columns": _fp8_columns,
         "FP8, products": _fp8_products,
     }
     for norm in ("none", "head", "full"):
@@ -295,14 +297,27 @@ def _fp8() -> None:
     inverse, order = torch.zeros(64, 8, dtype=torch.int32), torch.zeros(512, dtype=torch.int32)
     for powers in (False, True):
         fp8_triton.fp8_quantize(rows, powers)
+        weights = torch.empty(64, 8)
         fp8_triton.fp8_swiglu(rows, powers)
+        for result in ("none", "values", "codes"):
+            fp8_triton.fp8_weighted_swiglu_backward(
+                rows, rows[:, :768], weights, order, False, result, powers
+            )
         for wanted in (False, True):
             fp8_triton.fp8_spread(hidden, inverse, 512, False, wanted, powers)
-            fp8_triton.fp8_weighted_swiglu_backward(
-                rows, rows[:, :768], torch.empty(64, 8), order, False, wanted, powers
-            )
             for dtype in (BF16, FP32):
                 fp8_triton.fp8_weights(torch.empty(4, 256, 512, dtype=dtype), True, wanted, powers)
+
+
+def _fp8_columns() -> None:
+    if not _has_fp8():
+        return
+    order = torch.zeros(512, dtype=torch.int32)
+    for sources, order_R in ((512, None), (64, order)):
+        codes = torch.zeros(sources, 7168, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        for spread in (False, order_R is not None):
+            given = codes, torch.empty(56, sources), order_R, _offsets(4), 512, 8, spread
+            fp8_triton.columns(*given, fp8._columns_like(*given[:2], _offsets(4), 512, spread))
 
 
 def _fp8_products() -> None:
@@ -313,6 +328,8 @@ def _fp8_products() -> None:
         x, w = (code.view(torch.float8_e4m3fn) for code in codes)
         scales = torch.empty(4, 4096), torch.empty(4, columns // 128, 4)
         gemm.matmul_rows_fp8(x, scales[0], w, scales[1], _offsets(4), BF16)
+        given = x, torch.empty(32, 4), w[0], torch.empty(columns // 128, 4)
+        gemm.matmul_weights_fp8(*given, _offsets(4), 512, BF16)
 
 
 def _has_fp8() -> bool:

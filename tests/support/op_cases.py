@@ -145,6 +145,12 @@ def op_cases(
             lambda x, s, w1, w2: [routed_experts_fp8(x, order, s, w1, w2)],
             [leaf(T, 128), weights_TK, leaf(E, 128, 256), leaf(E, 128, 128)],
         ),
+        "routed_experts in FP8, weights, too": OpCase(
+            lambda x, s, w1, w2: [
+                routed_experts_fp8(x, order, s, w1, w2, keep_codes=True, weight_gradients=True)
+            ],
+            [leaf(T, 128), weights_TK, leaf(E, 128, 256), leaf(E, 128, 128)],
+        ),
         "all": OpCase(_layer, [leaf(T, D), leaf(E, D), leaf(E, D, 2 * F), leaf(E, F, D)]),
     }
 

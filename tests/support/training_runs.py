@@ -17,6 +17,7 @@ from moe_graphs.dispatch import Dispatcher
 from moe_graphs.engine.backends.cpu import CpuRecorder
 from moe_graphs.engine.backends.cuda import CudaGraphs
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
+from moe_graphs.layers.model_config import Precision
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = {"dense": "none", "moe": "all", "mixed": (False, True)}
@@ -36,7 +37,7 @@ def tiny_model(
     count: int = 2,
     dtype: torch.dtype | None = None,
     recompute: Literal["none", "experts"] = "none",
-    precision: Literal["weights", "fp8"] = "weights",
+    precision: Precision = "weights",
 ) -> LanguageModel:
     """Make a model of a few layers, by default in fp32 on the CPU and in bf16 on a GPU.
 
@@ -50,7 +51,7 @@ def tiny_model(
     moe = MoEConfig(
         num_experts=4,
         top_k=2,
-        ffn_hidden_size=128 if precision == "fp8" else 16,
+        ffn_hidden_size=16 if precision == "weights" else 128,
         aux_loss_coef=0.01,
         z_loss_coef=0.001,
         input_jitter=0.01,
@@ -61,7 +62,7 @@ def tiny_model(
         precision=precision,
     )
     config = TransformerConfig(
-        hidden_size=128 if precision == "fp8" else 32,
+        hidden_size=32 if precision == "weights" else 128,
         num_layers=count,
         num_heads=4,
         num_kv_heads=2,

@@ -1,13 +1,15 @@
 """Rows and weights as blocks of FP8, as DeepSeek-V3 trains, and their grouped GEMM.
 
 Codes are e4m3. A block of rows (activations and gradients) is 128 numbers of a row, a block of
-weights is 128x128, and each has a scale in fp32. Rows are quantized by the kernels that make them;
-on the CPU by the op itself with `reference.quantized_rows` behind it, to the same bits.
+weights is 128x128, and each has a scale in fp32. A product that adds up rows takes their columns: a
+block is 128x128 there, too, and no block has rows of two experts. Rows and columns are quantized by
+the kernels that make them; on the CPU by the op itself with `reference.quantized_rows` behind it,
+to the same bits.
 
 On CUDA the kernels need a Hopper GPU. Nothing here is differentiable.
 
 Shapes: R rows, K columns, E experts, M and N the two sides of a weight, T tokens, D model, F ffn, G
-blocks of a row.
+blocks of a row, P rows of experts that each begin at a multiple of 128.
 """
 
 from __future__ import annotations
@@ -28,6 +30,16 @@ from moe_graphs.kernels.swiglu import NO_CLAMP, swiglu_forward
 
 class Rows(NamedTuple):
     """Rows in FP8: codes ``[R, K]``, and scales ``[G, R]``, which lie block by block."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class Columns(NamedTuple):
+    """Transposed rows in FP8: codes ``[K, P]``, scales ``[K / 128, P / 128]``.
+
+    An expert's rows are filled up with zeros to a multiple of 128.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -100,13 +112,112 @@ def weighted_swiglu_backward_quantized(
     if has_kernel(x_R2F):
         from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 
-        given = x_R2F, grad_RF, weights_TK, order_R, has_gaps, with_result, powers
-        *made, codes, scales = fp8_triton.fp8_weighted_swiglu_backward(*given)
-        return *made, Rows(codes, scales)
+        given = x_R2F, grad_RF, weights_TK, order_R, has_gaps
+        made = fp8_triton.fp8_weighted_swiglu_backward(
+            *given, "values" if with_result else "none", powers
+        )
+        return *made[:3], Rows(*made[3:5])
     made = weighted_swiglu_backward(
         x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps, NO_CLAMP, with_result=with_result
     )
     return *made, quantized(made[0], powers)
+
+
+def weighted_swiglu_backward_all_quantized(
+    x_R2F: Tensor,
+    grad_RF: Tensor,
+    weights_TK: Tensor,
+    order_R: Tensor,
+    inverse_TK: Tensor,
+    has_gaps: bool,
+    *,
+    powers: bool = False,
+) -> tuple[Tensor, Rows, Rows]:
+    """The gradient of ``weights_TK``, that of ``x_R2F`` in FP8, and the weighted result in FP8."""
+    if has_kernel(x_R2F):
+        from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
+
+        given = x_R2F, grad_RF, weights_TK, order_R, has_gaps, "codes", powers
+        made = fp8_triton.fp8_weighted_swiglu_backward(*given)
+        return made[1], Rows(*made[3:5]), Rows(*made[5:])
+    grad_R2F, grad_TK, weighted_RF = weighted_swiglu_backward(
+        x_R2F, grad_RF, weights_TK, order_R, inverse_TK, has_gaps, NO_CLAMP, with_result=True
+    )
+    return grad_TK, quantized(grad_R2F, powers), quantized(weighted_RF, powers)
+
+
+def columns_of(rows: Rows, offsets_E: Tensor) -> Columns:
+    """The columns of sorted rows, whose scales are powers of two."""
+    made = fp8_columns(*rows, None, offsets_E, rows.codes.shape[0], 1, False)
+    return Columns(*made[:2])
+
+
+def spread_columns(
+    tokens: Rows, order_R: Tensor, inverse_TK: Tensor, offsets_E: Tensor, *, with_rows: bool
+) -> tuple[Columns, Rows]:
+    """The columns of every token's vector in its rows, and these rows, or empty ones.
+
+    The scales of the tokens are powers of two.
+    """
+    top_k = inverse_TK.shape[1]
+    made = fp8_columns(*tokens, order_R, offsets_E, order_R.numel(), top_k, with_rows)
+    return Columns(*made[:2]), Rows(*made[2:])
+
+
+@define_op()
+def fp8_columns(
+    codes_XK: Tensor,
+    scales_GX: Tensor,
+    order_R: Tensor | None,
+    offsets_E: Tensor,
+    rows: int,
+    top_k: int,
+    spread: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Columns of X rows in FP8, or of tokens in the order of their pairs; `spread` tokens, too.
+
+    Rows past the last end and pairs that are missing have zeros, or on CUDA what lies there.
+    """
+    codes_RK, scales_GR = codes_XK, scales_GX
+    if order_R is not None:
+        live = torch.arange(rows, device=order_R.device) < offsets_E[-1]
+        missing_R = ~live | (order_R < 0)
+        source_R = order_R.masked_fill(missing_R, 0).long() // top_k
+        codes_RK = codes_XK.view(torch.uint8)[source_R].masked_fill_(missing_R.unsqueeze(1), 0)
+        codes_RK = codes_RK.view(codes_XK.dtype)
+        scales_GR = scales_GX[:, source_R].masked_fill_(missing_R, 0)
+    made = reference.columns(codes_RK, scales_GR, offsets_E)
+    return *made, *((codes_RK, scales_GR) if spread else _no_rows(codes_XK, scales_GX))
+
+
+@torch.library.impl("moe_graphs::fp8_columns", "cuda")
+def _(codes_XK, scales_GX, order_R, offsets_E, rows, top_k, spread):
+    from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
+
+    made = _columns_like(codes_XK, scales_GX, offsets_E, rows, spread)
+    given = codes_XK, scales_GX, order_R, offsets_E, rows, top_k, spread
+    fp8_triton.columns(*given, made)
+    return made
+
+
+@torch.library.register_fake("moe_graphs::fp8_columns")
+def _(codes_XK, scales_GX, order_R, offsets_E, rows, top_k, spread):
+    return _columns_like(codes_XK, scales_GX, offsets_E, rows, spread)
+
+
+def _columns_like(
+    codes_XK: Tensor, scales_GX: Tensor, offsets_E: Tensor, rows: int, spread: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    K, P = codes_XK.shape[1], reference.padded_rows(rows, offsets_E.shape[0])
+    codes, scales = codes_XK.new_empty(K, P), scales_GX.new_empty(K // BLOCK, P // BLOCK)
+    if not spread:
+        return codes, scales, *_no_rows(codes_XK, scales_GX)
+    return codes, scales, codes_XK.new_empty(rows, K), scales_GX.new_empty(K // BLOCK, rows)
+
+
+def _no_rows(codes_XK: Tensor, scales_GX: Tensor) -> tuple[Tensor, Tensor]:
+    K = codes_XK.shape[1]
+    return codes_XK.new_empty(0, K), scales_GX.new_empty(K // BLOCK, 0)
 
 
 def quantized_weights(w_EKN: Tensor, powers: bool = False) -> Weights:
@@ -149,6 +260,22 @@ def product(rows: Rows, weights: Weights, offsets_E: Tensor, dtype: torch.dtype)
     return grouped_gemm_fp8(*rows, *weights, offsets_E, dtype)
 
 
+def gradient_of_weights(
+    x: Columns, grad: Columns, offsets_E: Tensor, rows: int, dtype: torch.dtype, transposed: bool
+) -> Tensor:
+    """The columns of x times those of the gradient, ``[E, K, N]`` in ``dtype``; never syncs.
+
+    Every block of 128 rows is summed apart, scaled and added in fp32.
+
+    Args:
+        rows: R.
+        transposed: the result is the transpose of a contiguous one.
+    """
+    if transposed:
+        return grouped_gemm_fp8_wgrad(*grad, *x, offsets_E, rows, dtype).mT
+    return grouped_gemm_fp8_wgrad(*x, *grad, offsets_E, rows, dtype)
+
+
 @define_op()
 def grouped_gemm_fp8(
     codes_RK: Tensor,
@@ -171,6 +298,32 @@ def _(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype):
 @torch.library.register_fake("moe_graphs::grouped_gemm_fp8")
 def _(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype):
     return codes_RK.new_empty(codes_RK.shape[0], w_codes_ENK.shape[1], dtype=dtype)
+
+
+@define_op()
+def grouped_gemm_fp8_wgrad(
+    codes_MP: Tensor,
+    scales_x: Tensor,
+    codes_NP: Tensor,
+    scales_dy: Tensor,
+    offsets_E: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return reference.grouped_gemm_wgrad(codes_MP, scales_x, codes_NP, scales_dy, offsets_E, dtype)
+
+
+@torch.library.impl("moe_graphs::grouped_gemm_fp8_wgrad", "cuda")
+def _(codes_MP, scales_x, codes_NP, scales_dy, offsets_E, rows, dtype):
+    from moe_graphs.kernels.gemm.launch import matmul_weights_fp8
+
+    return matmul_weights_fp8(codes_MP, scales_x, codes_NP, scales_dy, offsets_E, rows, dtype)
+
+
+@torch.library.register_fake("moe_graphs::grouped_gemm_fp8_wgrad")
+def _(codes_MP, scales_x, codes_NP, scales_dy, offsets_E, rows, dtype):
+    shape = offsets_E.shape[0], codes_MP.shape[0], codes_NP.shape[0]
+    return codes_MP.new_empty(shape, dtype=dtype)
 
 
 def check_sizes(**sizes: int) -> None:

@@ -6,12 +6,18 @@
     backward    gradients of the weighted SwiGLU (as in `routed_experts`), and codes of dx
     weights     codes of blocks of 128x128, as the weight lies, transposed, or both
 
+Products that add up rows want codes of transposed rows, in blocks of 128 rows of one expert by 128
+columns:
+
+    columns     codes of columns from codes of rows, whose scales are powers of two
+
 Codes are those of the values as they are rounded to the rows' dtype, so a kernel here has the bits
 of the op in bf16 with `quantize` behind it. A block is BLOCK numbers of a row; its tile of a
 program has whole blocks. Scales of rows lie block by block, [K / BLOCK, R], as the product reads
 them.
 
-R rows, D model, F ffn, T tokens, K top-k, E experts.
+R rows, D model, F ffn, T tokens, K top-k, E experts, P rows of experts that each begin at a
+multiple of 128.
 """
 
 from typing import Any
@@ -22,17 +28,29 @@ import triton.language as tl
 
 from moe_graphs.kernels.fp8.reference import CODE
 from moe_graphs.kernels.fp8.reference import LARGEST as LARGEST_OF_E4M3
+from moe_graphs.kernels.fp8.reference import SMALLEST as SMALLEST_SCALE
 from moe_graphs.kernels.fp8.reference import TINY as TINY_BLOCK
+from moe_graphs.kernels.gemm.tile_scheduler import (
+    COUNT_RECORDS,
+    ROW_END,
+    ROW_FIRST_TILE,
+    ROW_RECORD,
+    ROW_START,
+    row_tiles,
+)
 from moe_graphs.kernels.gpu_architectures import architecture_of
 from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
-from moe_graphs.kernels.routed_experts.triton_kernels import rows_of_program
-from moe_graphs.kernels.swiglu.triton_kernels import gate_and_up_at, gated, gradients_of
+from moe_graphs.kernels.routed_experts.triton_kernels import gradients_of_tile, rows_of_program
+from moe_graphs.kernels.swiglu.triton_kernels import gate_and_up_at, gated
 
 BLOCK = tl.constexpr(128)
 LARGEST, TINY = tl.constexpr(LARGEST_OF_E4M3), tl.constexpr(TINY_BLOCK)
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
 ROWS = 16  # of a program's tile, one block wide
 ROWS_OF_BACKWARD = 8
+WARPS = 16  # for a block of 128x128
+COLUMNS_AT_ONCE = 4  # blocks of columns that a program turns, one after the other
 WIDEST = 2048  # numbers of a token that a program of four warps has in flight
 
 
@@ -59,6 +77,16 @@ def coded(x, POWERS: tl.constexpr):
 
 
 @triton.jit
+def turned(values):
+    """Codes of values in 16 bits, transposed.
+
+    The detour by fp32 lets the compiler move 16 bits, not 8, which takes no byte loads from shared
+    memory and half of the registers.
+    """
+    return tl.trans(values.to(tl.float32).to(tl.float8e4nv))
+
+
+@triton.jit(do_not_specialize=["rows"])
 def fp8_quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, rows, columns, POWERS: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -70,7 +98,7 @@ def fp8_quantize_kernel(
     tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * rows + row, scale, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def fp8_spread_kernel(
     source_ptr, inverse_ptr, codes_ptr, scales_ptr, rows_ptr, D, num_rows,
     K: tl.constexpr, BLOCKS: tl.constexpr, COPIED: tl.constexpr, POWERS: tl.constexpr,
@@ -92,7 +120,7 @@ def fp8_spread_kernel(
                 tl.store(rows_ptr + row * D + column, value, mask=wanted[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def fp8_swiglu_kernel(
     x_ptr, codes_ptr, scales_ptr, rows, F, POWERS: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -108,32 +136,38 @@ def fp8_swiglu_kernel(
     tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * rows + row, scale, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def fp8_weighted_swiglu_backward_kernel(
     x_ptr, dh_ptr, order_ptr, weights_ptr, dx_ptr, dweights_ptr, h_ptr, codes_ptr, scales_ptr,
-    rows, F, RESULT: tl.constexpr, POWERS: tl.constexpr, ROWS: tl.constexpr,
+    h_codes_ptr, h_scales_ptr, rows, F,
+    RESULT: tl.constexpr, POWERS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The kernel of `routed_experts`, one block at a time, with codes of dx."""
+    """The kernel of `routed_experts`, one block at a time, with codes of dx.
+
+    RESULT: "values" writes dx and the weighted result, too, "codes" codes of the latter.
+    """
     row, pair, weight, pairs = rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     products = tl.zeros((ROWS, BLOCK), tl.float32)
     inside = row < rows
     line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     for block in range(0, F // BLOCK):
         column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-        gate_at, up_at = gate_and_up_at(row, column, F, False)
-        gate = tl.load(x_ptr + gate_at, mask=pairs, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + up_at, mask=pairs, other=0.0).to(tl.float32)
-        dh = tl.load(dh_ptr + row * F + column, mask=pairs, other=0.0).to(tl.float32)
-        h = gated(gate, up, 0.0, 0.0, 0.0, False)
-        products += h * dh
-        dgate, dup = gradients_of(gate, up, dh * weight, 0.0, 0.0, 0.0, False)
+        gate_at, up_at, dgate, dup, h, product = gradients_of_tile(
+            x_ptr, dh_ptr, row, column, pairs, weight, F, 0.0, 0.0, 0.0, False, False
+        )
+        products += product
         dgate = dgate.to(dx_ptr.dtype.element_ty)
         dup = dup.to(dx_ptr.dtype.element_ty)
-        if RESULT:
+        weighted = (h * weight).to(h_ptr.dtype.element_ty)
+        if RESULT == "values":
             tl.store(dx_ptr + gate_at, dgate, mask=inside)
             tl.store(dx_ptr + up_at, dup, mask=inside)
-            weighted = (h * weight).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + row * F + column, weighted, mask=inside)
+        if RESULT == "codes":
+            codes, scale = coded(weighted, POWERS)
+            tl.store(h_codes_ptr + row * F + column, codes, mask=inside)
+            at = tl.cast(block, tl.int64) * rows + line
+            tl.store(h_scales_ptr + at, scale, mask=line < rows)
         codes, scale = coded(dgate, POWERS)
         tl.store(codes_ptr + gate_at, codes, mask=inside)
         tl.store(scales_ptr + tl.cast(block, tl.int64) * rows + line, scale, mask=line < rows)
@@ -143,6 +177,60 @@ def fp8_weighted_swiglu_backward_kernel(
         tl.store(scales_ptr + at, scale, mask=line < rows)
     dweight = tl.sum(products, 1).to(dweights_ptr.dtype.element_ty)
     tl.store(dweights_ptr + pair, dweight, mask=pair >= 0)
+
+
+@triton.jit
+def exponent(x):
+    """The exponent of a positive number, plus 127."""
+    return x.to(tl.int32, bitcast=True) >> 23
+
+
+@triton.jit(do_not_specialize=["rows", "sources"])
+def fp8_columns_kernel(
+    rows_ptr, row_scales_ptr, order_ptr, records_ptr, count_ptr, codes_ptr, scales_ptr,
+    spread_ptr, spread_scales_ptr, columns, sources, rows, P,
+    K: tl.constexpr, SORTED: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """128 rows of one expert, some of the columns' blocks. Grid (parts, P / BLOCK).
+
+    A block's scale is the largest of its rows' but those of zeros, and codes become as many powers
+    of two smaller as their row's scale is.
+    """
+    block = tl.program_id(1)
+    if block < tl.load(count_ptr + COUNT_RECORDS):
+        record = records_ptr + block * ROW_RECORD
+        first = tl.load(record + ROW_START) + (block - tl.load(record + ROW_FIRST_TILE)) * BLOCK
+        line = tl.arange(0, BLOCK)
+        inside = line < tl.load(record + ROW_END) - first
+        row = first.to(tl.int64) + line
+        if SORTED:
+            source, live = row, inside
+        else:
+            pair = tl.load(order_ptr + row, mask=inside, other=-1)
+            source, live = (pair // K).to(tl.int64), pair >= 0
+        lane = tl.arange(0, BLOCK)
+        codes_ptr += block * BLOCK
+        for at in range(tl.program_id(0), columns // BLOCK, tl.num_programs(0)):
+            column = at * BLOCK + lane[None, :]
+            here = rows_ptr + source[:, None] * columns + column
+            codes = tl.load(here, mask=live[:, None], other=0.0)
+            of_rows = row_scales_ptr + tl.cast(at, tl.int64) * sources
+            scale = tl.load(of_rows + source, mask=live, other=0.0)
+            if SPREAD:
+                to = spread_ptr + row[:, None] * columns + column
+                tl.store(to, codes, mask=inside[:, None])
+                to = spread_scales_ptr + tl.cast(at, tl.int64) * rows + row
+                tl.store(to, scale, mask=inside)
+            values = codes.to(tl.float16)
+            # Also holds the compiler to scale them as they lie, and to turn them afterwards.
+            scale = tl.where(tl.max(tl.abs(values), 1) > 0, scale, 0.0)
+            largest = tl.maximum(tl.max(scale, 0), SMALLEST)
+            smaller = exponent(scale) - exponent(largest)
+            smaller = (tl.maximum(smaller + 127, 0) << 23).to(tl.float32, bitcast=True)
+            values *= smaller.to(tl.float16)[:, None]
+            to = codes_ptr + (tl.cast(at, tl.int64) * BLOCK * P + lane[:, None] * P + lane[None, :])
+            tl.store(to, turned(values))
+            tl.store(scales_ptr + at * (P // BLOCK) + block, largest)
 
 
 @triton.jit
@@ -163,7 +251,7 @@ def fp8_weights_kernel(
         tl.store(scales_ptr + (e * (M // BLOCK) + m) * (N // BLOCK) + n, scale)
     if FLIPPED:
         at = e * M * N + (n * BLOCK + lane)[:, None].to(tl.int64) * M + (m * BLOCK + lane)[None, :]
-        tl.store(flipped_ptr + at, tl.trans(codes))
+        tl.store(flipped_ptr + at, turned(codes.to(tl.float16)))
         tl.store(flipped_scales_ptr + (e * (N // BLOCK) + n) * (M // BLOCK) + m, scale)
 
 
@@ -234,23 +322,47 @@ def fp8_weighted_swiglu_backward(
     weights_TK: torch.Tensor,
     order_R: torch.Tensor,
     has_gaps: bool,
-    with_result: bool,
+    result: str,
     powers: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `x_R2F` and `weights_TK`, the weighted result, codes of the first, their scales.
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    """Gradients of `x_R2F` and `weights_TK`, the weighted result, codes and scales of dx, of it.
 
-    Without `with_result` the first and the third are empty.
+    The first and the third are empty but with the `result` "values", the last two but with "codes".
     """
     x_R2F, dh_RF = x_R2F.contiguous(), dh_RF.contiguous()
-    made = _results_like(x_R2F, dh_RF, weights_TK, with_result)
+    made = _results_like(x_R2F, dh_RF, weights_TK, result)
     if has_gaps or not dh_RF.numel():
         made[1].zero_()  # pairs without a row
     if dh_RF.numel():
         rows, F = dh_RF.shape
         args = (x_R2F, dh_RF, order_R, weights_TK.contiguous(), *made, rows, F)
-        kind = {"RESULT": with_result, "POWERS": powers, "ROWS": ROWS_OF_BACKWARD}
+        kind = {"RESULT": result, "POWERS": powers, "ROWS": ROWS_OF_BACKWARD}
         _launch(fp8_weighted_swiglu_backward_kernel, (cdiv(rows, ROWS_OF_BACKWARD),), args, **kind)
     return made
+
+
+def columns(
+    codes_XK: torch.Tensor,
+    scales_GX: torch.Tensor,
+    order_R: torch.Tensor | None,
+    offsets_E: torch.Tensor,
+    rows: int,
+    top_k: int,
+    spread: bool,
+    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """The op `fp8_columns`, into what it returns."""
+    sources, width = codes_XK.shape
+    if not rows or not width:
+        return
+    work, P = row_tiles(offsets_E, rows, BLOCK.value), made[0].shape[1]
+    given = codes_XK, scales_GX, offsets_E if order_R is None else order_R
+    args = (*given, work.records, work.count, *made, width, sources, rows, P)
+    kind = {"K": top_k, "SORTED": order_R is None, "SPREAD": spread}
+    grid = (cdiv(width // BLOCK.value, COLUMNS_AT_ONCE), P // BLOCK.value)
+    _launch(fp8_columns_kernel, grid, args, **kind, num_warps=WARPS)
 
 
 @define_op(device="default")
@@ -264,7 +376,7 @@ def fp8_weights(
     made = _codes_of_weights(w_EMN, lying, flipped)
     if w_EMN.numel():
         experts, M, N = w_EMN.shape
-        kind = {"LYING": lying, "FLIPPED": flipped, "POWERS": powers, "num_warps": 8}
+        kind = {"LYING": lying, "FLIPPED": flipped, "POWERS": powers, "num_warps": WARPS}
         grid = (N // BLOCK.value, M // BLOCK.value, experts)
         _launch(fp8_weights_kernel, grid, (w_EMN, *made, M, N), **kind)
     return made
@@ -287,8 +399,8 @@ def _(x_R2F, powers):
 
 
 @torch.library.register_fake("moe_graphs::fp8_weighted_swiglu_backward")
-def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, with_result, powers):
-    return _results_like(x_R2F, dh_RF, weights_TK, with_result)
+def _(x_R2F, dh_RF, weights_TK, order_R, has_gaps, result, powers):
+    return _results_like(x_R2F, dh_RF, weights_TK, result)
 
 
 @torch.library.register_fake("moe_graphs::fp8_weights")
@@ -328,10 +440,15 @@ def _codes_of_weights(
 
 
 def _results_like(
-    x_R2F: torch.Tensor, dh_RF: torch.Tensor, weights_TK: torch.Tensor, with_result: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx_R2F = x_R2F.new_empty(x_R2F.shape if with_result else (0,))
-    h_RF = x_R2F.new_empty(dh_RF.shape if with_result else (0,))
-    dweights_TK = weights_TK.new_empty(weights_TK.shape)
-    codes = _codes_of_rows(x_R2F, x_R2F.shape[0], x_R2F.shape[1], False)
-    return dx_R2F, dweights_TK, h_RF, *codes
+    x_R2F: torch.Tensor, dh_RF: torch.Tensor, weights_TK: torch.Tensor, result: str
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    (rows, width), wanted = x_R2F.shape, result == "values"
+    return (
+        x_R2F.new_empty((rows, width) if wanted else (0,)),
+        weights_TK.new_empty(weights_TK.shape),
+        x_R2F.new_empty((rows, width // 2) if wanted else (0,)),
+        *_codes_of_rows(x_R2F, rows, width, False),
+        *_codes_of_rows(x_R2F, rows if result == "codes" else 0, width // 2, False),
+    )

@@ -18,6 +18,9 @@ from moe_graphs.kernels.launching import cdiv
 # 10 us, and half a round of K = 4096 takes 25 us.
 LONG_SUM = 4096
 
+# Rows of an expert from which a layer's forward and backward in FP8 are faster than in bf16: to
+# quantize the weights takes as long for few rows as for many.
+FP8_PAYS_FROM = 768
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # operands of a product: rows [R, K], and matrices
 
@@ -30,7 +33,8 @@ class Variant:
         name: cooperative, pingpong, gather or fp8 (Gluon, for Hopper alone), tma or pointer (plain
             Triton, portable), or fp32 (pointer with a tile for operands of 4 bytes).
         file: the file of this folder that has the kernel and its ``rows_launch`` (for gathered rows
-            ``gathered_launch``, for FP8 ``fp8_rows_launch``) or ``weights_launch``.
+            ``gathered_launch``, for FP8 ``fp8_rows_launch``), or ``weights_launch``
+            (``fp8_weights_launch``).
         pieces: an output tile is stored in so many column pieces ...
         buffers: ... through so many buffers per consumer.
         pingpong: the two consumers take tiles by turns; otherwise they share a tile's rows. In FP8
@@ -99,6 +103,7 @@ def weight_variant(
             "pingpong", "sm90_weights", 128, 128, 64, 5,
             pieces=pieces, buffers=buffers, pingpong=True, partial_sums=True,
         ),
+        Variant("fp8", "sm90_fp8_weights", 128, n, 128, 4 if wide else 6),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8, pieces=halves),
         Variant("pointer", "portable_pointer", 64, 128, 32, 3),
         Variant("fp32", "portable_pointer", 64, 128, 32, 3, warps=8),

@@ -10,9 +10,13 @@ the memory is looked at, whose addresses nobody knows before.
 R rows, T tokens, E experts, K and N columns of the operands.
 """
 
+import warnings
+
 import torch
 
+from moe_graphs import portable_launches
 from moe_graphs.kernels.gemm.heuristics import (
+    FP8_PAYS_FROM,
     LONG_SUM,
     Pair,
     Variant,
@@ -30,6 +34,7 @@ from moe_graphs.kernels.gemm.tile_scheduler import (
     add_cut_tiles_,
     add_partials_,
     expert_order,
+    padded_tiles,
     row_tiles,
     split_limit,
 )
@@ -129,11 +134,28 @@ def matmul_rows_fp8(
         out = torch.empty(rows, N, dtype=dtype, device=device)
     check_memory(codes=codes_RK, scales=scales_GR, w=w_codes_ENK, w_scales=w_scales, out=out)
     if rows:
+        _tell_if_few(rows, offsets_E.numel())
         grid = sm_count(device)
         work = row_tiles(offsets_E, rows, v.block_m)
         operands = codes_RK, scales_GR, w_codes_ENK, w_scales
         kernels.fp8_rows_launch(v, *operands, out, work, grid).run()
     return out
+
+
+def _tell_if_few(rows: int, experts: int) -> None:
+    """Count a product in FP8 of a layer that is faster in bf16, and say so the first time."""
+    each = rows // experts
+    if each < FP8_PAYS_FROM:
+        name = "FP8 with few rows an expert, where bf16 is faster"
+        if name not in portable_launches.portable_launches():
+            warnings.warn(
+                f"moe_graphs: experts in FP8 get {each} rows each on average. Forward and backward "
+                f"of a layer are faster in bf16 with fewer than {FP8_PAYS_FROM}, since quantizing "
+                f"the weights takes as long for few rows as for many: take precision='weights', or "
+                f"more tokens at once. graphs.report().portable_launches counts such products",
+                stacklevel=2,
+            )
+        portable_launches.count(name)
 
 
 def can_gather(x: torch.Tensor) -> bool:
@@ -211,6 +233,41 @@ def matmul_weights(
     kernels.weights_launch(v, x_RK, dy_RN, out, work, add, grid, partials).run()
     if partials is not None:
         add_partials_(out, partials, work, accumulate)
+    return out
+
+
+def matmul_weights_fp8(
+    x_MP: torch.Tensor,
+    x_scales: torch.Tensor,
+    dy_NP: torch.Tensor,
+    dy_scales: torch.Tensor,
+    offsets_E: torch.Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+    variant: Variant | None = None,
+) -> torch.Tensor:
+    """``matmul_weights`` of columns in FP8 (`kernels.fp8.Columns`); Hopper alone.
+
+    Args:
+        x_scales: fp32 [M / 128, P / 128], ``dy_scales`` [N / 128, P / 128]. Of columns past the
+            last padded group they may hold anything, and so may the codes.
+        rows: R, that of the rows without padding.
+        dtype: bf16 or fp16, of ``out`` [E, M, N].
+    """
+    M, N, experts, device = x_MP.shape[0], dy_NP.shape[0], offsets_E.numel(), x_MP.device
+    v = variant or weight_variant("fp8", N, dtype)
+    kernels = kernels_of(v, device)
+    if out is None:
+        out = torch.empty(experts, M, N, dtype=dtype, device=device)
+    check_memory(x=x_MP, x_scales=x_scales, dy=dy_NP, dy_scales=dy_scales, out=out)
+    if rows == 0:
+        return out.zero_()
+    _, padded_E = padded_tiles(offsets_E, rows, v.block_k)
+    work = expert_order(padded_E, skip_empty=False)
+    operands = x_MP, x_scales, dy_NP, dy_scales
+    kernels.fp8_weights_launch(v, *operands, out, work, sm_count(device)).run()
     return out
 
 

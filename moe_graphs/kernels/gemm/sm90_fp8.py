@@ -12,8 +12,8 @@ begin products by turns, so that they do not promote at the same time. A tile of
 computed as two halves of 128, one after the other, so that one block's sum is alive beside the sums
 of the tile: 64 and 128 registers a thread.
 
-Ring, producer and work list are those of sm90_rows. Scales come straight from memory, one step
-ahead of their use.
+Ring, producer and work list are those of sm90_rows. Scales come straight from memory, those of rows
+two steps ahead of their use, since each lies in another line.
 """
 # ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
@@ -73,7 +73,7 @@ def _promoted(total, part, x_scale, w_scale):
 
 
 @gluon.jit
-def _multiply(
+def multiply_blocks(
     ring, barriers, slot, phase, turn, x_scales, stride, w_scales, w_scales2, steps,
     ME: gl.constexpr, HALF_M: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
@@ -86,14 +86,16 @@ def _multiply(
     right = gl.zeros((HALF_M, BLOCK), gl.float32, layout)
     part = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK), gl.float32, layout))
     next_x = gl.load(x_scales)
+    later_x = gl.load(x_scales + (steps > 1).to(gl.int32) * stride)
     next_w = gl.load(w_scales)
     next_w2 = gl.load(w_scales2)
     for step in range(steps):
         scale = next_x
         w_scale = next_w
         w_scale2 = next_w2
+        next_x = later_x
+        later_x = gl.load(x_scales + gl.minimum(step + 2, steps - 1) * stride)
         ahead = gl.minimum(step + 1, steps - 1)
-        next_x = gl.load(x_scales + ahead * stride)
         next_w = gl.load(w_scales + ahead)
         next_w2 = gl.load(w_scales2 + ahead)
         mbarrier.wait(barriers.full.index(slot), phase)
@@ -160,7 +162,7 @@ def _consume(
             block_n = tile_n * HALVES
             right_n = gl.minimum(block_n + 1, scales.blocks_n - 1)
             of_expert = scales.w_ptr + e.to(gl.int64) * scales.blocks_n * work.steps
-            left, right, slot, phase, turn = _multiply(
+            left, right, slot, phase, turn = multiply_blocks(
                 ring, barriers, slot, phase, turn, x_scales, scales.stride,
                 of_expert + block_n * work.steps, of_expert + right_n * work.steps, work.steps,
                 ME, HALF_M, KIND,

@@ -130,11 +130,11 @@ def _group_bounds(offsets_ptr, e, num_experts, EXPERTS: tl.constexpr, BEHIND: tl
 
 @triton.jit
 def row_tiles_kernel(
-    offsets_ptr, records_ptr, count_ptr, num_experts, tiles_n, steps,
+    offsets_ptr, records_ptr, count_ptr, padded_ptr, num_experts, tiles_n, steps,
     BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
-    BEHIND: tl.constexpr,
+    BEHIND: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert: the records of its own row tiles. Grid (E,)."""
+    """One program per expert: records of its own row tiles, PADDED its padded end. Grid (E,)."""
     e = tl.program_id(0)
     lane, sizes, start, end = _group_bounds(offsets_ptr, e, num_experts, EXPERTS, BEHIND)
     first = tl.sum(tl.where(lane < e, tl.cdiv(sizes, BLOCK_M), 0), 0)
@@ -148,6 +148,8 @@ def row_tiles_kernel(
         tl.store(record + ROW_TILES, tiles, mask=live)
         tl.store(record + ROW_START, start, mask=live)
         tl.store(record + ROW_END, end, mask=live)
+    if PADDED:
+        tl.store(padded_ptr + e, (first + tiles) * BLOCK_M)
     if e == num_experts - 1:
         tl.store(count_ptr + COUNT_RECORDS, first + tiles)
         if PROGRAMS:
@@ -295,15 +297,33 @@ def row_tiles(
     `offsets_E` int32 ends on the device. Rows past the last end belong to no tile. `is_behind`:
     they are a view behind the end of another expert, whose rows and those before have no tile.
     """
+    return _row_tiles(offsets_E, rows, block_m, last_round, is_behind, None)
+
+
+def padded_tiles(offsets_E: torch.Tensor, rows: int, block_m: int) -> tuple[WorkList, torch.Tensor]:
+    """`row_tiles`, and the ends that groups have when each begins at a tile: int32 `[E]`."""
+    padded_E = torch.empty_like(offsets_E)
+    return _row_tiles(offsets_E, rows, block_m, None, False, padded_E), padded_E
+
+
+def _row_tiles(
+    offsets_E: torch.Tensor,
+    rows: int,
+    block_m: int,
+    last_round: LastRound | None,
+    is_behind: bool,
+    padded_E: torch.Tensor | None,
+) -> WorkList:
     experts = offsets_E.numel()
     cut = last_round or LastRound(1, 1, 0)
     records = cdiv(rows, block_m) + experts
     work = _empty_list(offsets_E, records * ROW_RECORD.value)
+    padded = work.records if padded_E is None else padded_E
     launch(
         row_tiles_kernel, (experts,),
-        (offsets_E, work.records, work.count, experts, cut.tiles_n, cut.steps),
+        (offsets_E, work.records, work.count, padded, experts, cut.tiles_n, cut.steps),
         BLOCK_M=block_m, EXPERTS=next_power_of_2(experts), CHUNK=ROW_TILES_AT_ONCE,
-        PROGRAMS=cut.programs, BEHIND=int(is_behind),
+        PROGRAMS=cut.programs, BEHIND=int(is_behind), PADDED=padded_E is not None,
     )  # fmt: skip
     return work
 

@@ -33,6 +33,21 @@ def rows_of_program(order_ptr, weights_ptr, rows, ROWS: tl.constexpr):
     return row.to(tl.int64)[:, None], pair, weight[:, None], (pair >= 0)[:, None]
 
 
+@triton.jit
+def gradients_of_tile(
+    x_ptr, dh_ptr, row, column, used, weight, F, alpha, limit, offset,
+    CLAMPED: tl.constexpr, BY_TURNS: tl.constexpr,
+):  # fmt: skip
+    """Element numbers of gate and up, their gradients, the result without weight, times dh."""
+    gate_at, up_at = gate_and_up_at(row, column, F, BY_TURNS)
+    gate = tl.load(x_ptr + gate_at, mask=used, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + up_at, mask=used, other=0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + row * F + column, mask=used, other=0.0).to(tl.float32)
+    h = gated(gate, up, alpha, limit, offset, CLAMPED)
+    dgate, dup = gradients_of(gate, up, dh * weight, alpha, limit, offset, CLAMPED)
+    return gate_at, up_at, dgate, dup, h, h * dh
+
+
 @triton.jit(do_not_specialize=["rows"])
 def weighted_swiglu_kernel(
     x_ptr, order_ptr, weights_ptr, h_ptr, rows, F, alpha, limit, offset,
@@ -60,13 +75,10 @@ def weighted_swiglu_backward_kernel(
     for base in range(0, F, COLS):
         column = base + tl.arange(0, COLS)[None, :]
         inside, used = (row < rows) & (column < F), live & (column < F)
-        gate_at, up_at = gate_and_up_at(row, column, F, BY_TURNS)
-        gate = tl.load(x_ptr + gate_at, mask=used, other=0.0).to(tl.float32)
-        up = tl.load(x_ptr + up_at, mask=used, other=0.0).to(tl.float32)
-        dh = tl.load(dh_ptr + row * F + column, mask=used, other=0.0).to(tl.float32)
-        h = gated(gate, up, alpha, limit, offset, CLAMPED)
-        products += h * dh
-        dgate, dup = gradients_of(gate, up, dh * weight, alpha, limit, offset, CLAMPED)
+        gate_at, up_at, dgate, dup, h, product = gradients_of_tile(
+            x_ptr, dh_ptr, row, column, used, weight, F, alpha, limit, offset, CLAMPED, BY_TURNS
+        )
+        products += product
         tl.store(dx_ptr + gate_at, dgate.to(dx_ptr.dtype.element_ty), mask=inside)
         tl.store(dx_ptr + up_at, dup.to(dx_ptr.dtype.element_ty), mask=inside)
         if RESULT:

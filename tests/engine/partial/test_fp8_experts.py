@@ -12,21 +12,25 @@ from moe_graphs.dispatch import AllToAllDispatcher, PaddedDispatcher
 from moe_graphs.layers.moe import moe_layers
 from training_runs import DEVICES, eager_trace, tiny_model, train
 
+SPLIT = dict(scopes="moe", split_backward=True)
 CASES = {
-    "local": (None, dict(scopes="attn,moe"), "none"),
-    "local, split backward": (None, dict(scopes="moe", split_backward=True), "none"),
-    "padded, recomputed": (PaddedDispatcher(1.0), dict(scopes="full"), "experts"),
-    "all_to_all": (AllToAllDispatcher(), dict(scopes="attn,moe_router,moe_preprocess"), "none"),
-}
+    "local": (None, dict(scopes="attn,moe"), "none", "fp8"),
+    "local, rows": (None, dict(scopes="attn,moe"), "none", "fp8_rows"),
+    "local, split backward": (None, SPLIT, "none", "fp8"),
+    "padded, recomputed": (PaddedDispatcher(1.0), dict(scopes="full"), "experts", "fp8"),
+    "all_to_all": (
+        AllToAllDispatcher(), dict(scopes="attn,moe_router,moe_preprocess"), "none", "fp8",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_graphs(device, case):
-    dispatcher, config, recompute = CASES[case]
-    options = dict(layers="moe", dispatcher=dispatcher, precision="fp8")
+    dispatcher, config, recompute, precision = CASES[case]
+    options = dict(layers="moe", dispatcher=dispatcher, precision=precision)
     model = tiny_model(device, **options, recompute=recompute)
-    assert all(layer.experts.precision == "fp8" for layer in moe_layers(model))
+    assert all(layer.experts.precision == precision for layer in moe_layers(model))
     graphs = moe_graphs.graph(model, GraphConfig(**config, warmup_steps=2, on_mismatch="error"))
     found = train(model, graphs, device)
     assert graphs.report().matched > 0
