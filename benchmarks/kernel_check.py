@@ -46,7 +46,6 @@ POISON = 777.0
 KERNELS = ("cooperative", "pingpong", "tma", "pointer")
 KINDS = [
     *(f"{op}:{name}" for op in ("rows", "weights") for name in KERNELS),
-    "gather:cooperative",
     "ops:all",
     "fp8:all",
 ]
@@ -154,32 +153,6 @@ def rows_case(
         first = out[:rows] if first is None else first
         if not torch.equal(first, out[:rows]):
             return "two runs differ"
-    return ""
-
-
-def gather_case(case: tuple, seed: int, dtype: torch.dtype) -> str:
-    """Gathered rows equal copied rows; order entries past the last end are not followed."""
-    from moe_graphs.kernels.gemm.heuristics import row_variant
-    from moe_graphs.kernels.gemm.launch import matmul_gathered, matmul_rows
-
-    routing, rows, experts, K, N, tail = case
-    K = -(-K // 64) * 64
-    torch.manual_seed(seed)
-    offsets = group_ends(group_sizes(routing, rows, experts, seed))
-    tokens = max(rows // 4, 1)
-    x, w = matrices(tokens, K, dtype=dtype), matrices(experts, K, N, dtype=dtype)
-    order = torch.randint(0, 4 * tokens, (rows + tail,), device="cuda")
-    order[rows:] = 1 << 40
-    want = torch.full((rows + tail, N), POISON, device="cuda", dtype=dtype)
-    copied = x[order.clamp(max=4 * tokens - 1) // 4]
-    matmul_rows(copied, w, offsets, out=want, variant=row_variant("tma", N))
-    for _ in range(3):
-        out = torch.full_like(want, POISON)
-        matmul_gathered(x, order, 4, w, offsets, out=out)
-        if not torch.equal(out[rows:], want[rows:]):
-            return "rows past the last end were written"
-        if rows and not error(out[:rows], want[:rows].float()) < 1e-4:
-            return f"error {error(out[:rows], want[:rows].float()):.2e} to copied rows"
     return ""
 
 
@@ -300,9 +273,7 @@ def check_kind(kind: str) -> None:
             runs += [(half, mode) for _, mode in runs]
         for dtype, mode in runs:
             print(f"AT case {seed} {case[0]} {str(dtype)[6:]} {mode}", flush=True)
-            if op == "gather":
-                wrong = "" if mode else gather_case(case, seed, dtype)
-            elif op == "weights":
+            if op == "weights":
                 wrong = weights_case(name, case, seed, dtype, mode)
             else:
                 wrong = rows_case(name, case, seed, dtype, mode)
@@ -313,7 +284,7 @@ def check_kind(kind: str) -> None:
             if wrong:
                 failures.append(f"case {seed} {case[0]} {str(dtype)[6:]} {mode}: {wrong}")
     print("AT capture and replay", flush=True)
-    for K, rank in () if op == "gather" else ((512, 0), (4096, 0), (512, 16), (4096, 8)):
+    for K, rank in ((512, 0), (4096, 0), (512, 16), (4096, 8)):
         if rank and op == "weights":
             continue
         wrong = replay_case(op, name, K, rank)
@@ -404,26 +375,6 @@ def contenders(shape: tuple, routing: str, good: set[str]) -> dict:
                 ),
                 None,
             )
-    if "gather:cooperative" in good:
-        tokens, order = matrices(rows // 8, K, dtype=bf16), torch.randperm(rows, device="cuda")
-        add(
-            "gather fwd",
-            "fwd",
-            lambda: g.matmul_gathered(tokens, order, 8, w, offsets, out=y),
-            None,
-        )
-        add(
-            "copy+cooperative fwd",
-            "fwd",
-            lambda: g.matmul_rows(
-                tokens.index_select(0, order // 8),
-                w,
-                offsets,
-                out=y,
-                variant=g.row_variant("cooperative", N),
-            ),
-            None,
-        )
     if "fp8:all" in good and not K % 128 and not N % 128:
         from fp8_products import products_like
 

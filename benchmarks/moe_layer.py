@@ -38,8 +38,6 @@ import moe_graphs
 from moe_graphs.bench import environment
 from moe_graphs.bench.timing import elapsed
 from moe_graphs.kernels import grouped_gemm, permute, swiglu, unpermute
-from moe_graphs.kernels.gemm.gather import gather_gemm
-from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.layers.model_config import MoEConfig, Precision
 from moe_graphs.layers.moe import MoELayer, MoEOutput, Prepared
 from peer_models.moe_blocks import BLOCKS, BlockWeights
@@ -142,17 +140,6 @@ class SeparateOps(MoELayer):
         return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
 
 
-class GatheredLoads(MoELayer):
-    """Ours, but the first product's loads gather the tokens."""
-
-    def run_experts(self, prepared: Prepared) -> MoEOutput:
-        plan, (w1, w2) = prepared.plan, (self.experts.w1, self.experts.w2)
-        order, weights_TK = plan.order, plan.weights_TK
-        gate_up_R2F = gather_gemm(plan.tokens.flatten(0, -2), order, w1, zero_tail=False)
-        hidden_TD = down_projection(gate_up_R2F, order, weights_TK, w2)
-        return MoEOutput(hidden_TD.view(prepared.shape), prepared.aux_loss, plan.dropped)
-
-
 OURS = "ours, one graph"
 IN_FP8: dict[str, Precision] = {
     "ours in FP8, one graph": "fp8",
@@ -162,7 +149,6 @@ KINDS = {
     OURS: MoELayer,
     **dict.fromkeys(IN_FP8, MoELayer),
     "separate ops, one graph": SeparateOps,
-    "ours with gathered loads, one graph": GatheredLoads,
 }
 # The median over tokens of an output's or gradient's distance from eager's, by contender.
 APART = dict.fromkeys(IN_FP8, 1.5e-1)

@@ -32,10 +32,10 @@ older one is refused by name. All kernels are compiled for each row in a test; [
 architectures](development/architectures.md) has what they take of its shared memory.
 
 """
-VARIANTS = """`cooperative`, `pingpong` and `gather` are Gluon kernels for Hopper, `tma` and
-`pointer` are plain Triton. Where a product of rows has two, the number of rows for an expert
-decides; where gradients of weights have two, the dtype of the gradient does (bf16, fp32). Without
-`gather`, rows are copied before their product. All other kernels are the same for every row: """
+VARIANTS = """`cooperative` and `pingpong` are Gluon kernels for Hopper, `tma` and `pointer` are
+plain Triton. Where a product of rows has two, the number of rows for an expert decides; where
+gradients of weights have two, the dtype of the gradient does (bf16, fp32). All other kernels are
+the same for every row: """
 FAMILIES = """## Families of checkpoints
 
 Directories of Hugging Face that `LanguageModel.from_pretrained` reads and `save_pretrained` writes.
@@ -97,7 +97,7 @@ def _versions() -> str:
 
 
 def _gpus() -> str:
-    head = ["architecture", "GPUs", "kernels have run", "rows, bf16", "gathered rows",
+    head = ["architecture", "GPUs", "kernels have run", "rows, bf16",
             "weights, bf16", "fp32", "shared memory of a block, bytes"]  # fmt: skip
     kernels = sorted(ROOT.glob("moe_graphs/kernels/*/triton_kernels.py"))
     names = ", ".join(code(file.parent.name) for file in kernels)
@@ -108,9 +108,8 @@ def _gpu(gpu: Architecture) -> list[Any]:
     bf16, fp32 = torch.bfloat16, torch.float32
     rows = dict.fromkeys(choose_rows(gpu, bf16, rows, 1) for rows in (1, 1 << 20))
     weights = dict.fromkeys(choose_weights(gpu, bf16, out) for out in (bf16, fp32))
-    gathered = "gather" if "gather" in gpu.gemms else "-"
     ran = "yes" if gpu.ran else "never: compiled only"
-    return [gpu.name, gpu.gpus, ran, [*rows], gathered, [*weights],
+    return [gpu.name, gpu.gpus, ran, [*rows], [*weights],
             choose_rows(gpu, fp32, 1, 1), f"{gpu.shared:,}"]  # fmt: skip
 
 

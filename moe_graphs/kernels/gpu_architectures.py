@@ -55,7 +55,7 @@ class Architecture:
 
 _POINTER, _TMA = ("pointer", "fp32"), ("tma", "pointer", "fp32")
 # Gluon variants need WGMMA, which only Hopper has.
-_GLUON = ("cooperative", "pingpong", "gather", "fp8", *_TMA)
+_GLUON = ("cooperative", "pingpong", "fp8", *_TMA)
 
 TABLE = {
     row.number: row

@@ -122,11 +122,7 @@ def _ours() -> dict[Any, Any]:
     def weight_gradient(rows: Any, gradient: Any, *_: Any, **__: Any) -> int:
         return 2 * rows[0] * rows[1] * gradient[1]
 
-    def gathered(_: Any, order: Any, weight: Any, *__: Any, **___: Any) -> int:
-        return product(order, weight)
-
     formulas = {
-        "gather_gemm_forward": gathered,
         "grouped_gemm_forward": product,
         "grouped_gemm_dgrad": product,
         "grouped_gemm_with_lora": products,

@@ -141,7 +141,7 @@ def test_the_table_has_what_a_block_may_use():
 def test_gluon_variants_are_refused_by_name_elsewhere_than_on_hopper(number):
     """Nothing is compiled: the compiler would end the process."""
     x, w, ends = torch.empty(64, 64, dtype=BF16), torch.empty(4, 64, 64, dtype=BF16), torch.zeros(4)
-    ends, order = ends.int(), torch.zeros(64, dtype=torch.int64)
+    ends = ends.int()
     message = f"does not run on cpu, which is sm_{number} .*accepted there are .*pointer"
     launches = [
         f"moe_graphs.kernels.{name}.launch" for name in ("launching", "gemm.tile_scheduler")
@@ -152,9 +152,6 @@ def test_gluon_variants_are_refused_by_name_elsewhere_than_on_hopper(number):
                 gemm.matmul_rows(x, w, ends, variant=row_variant(name, 64))
             with pytest.raises(ValueError, match=f"variant '{name}' {message}"):
                 gemm.matmul_weights(x, x, ends, variant=weight_variant(name, 64, BF16))
-        with pytest.raises(ValueError, match=f"variant 'gather' {message}"):
-            gemm.matmul_gathered(x, order, 1, w, ends)
-        assert not gemm.can_gather(x)
         first.assert_not_called()
         second.assert_not_called()
 
@@ -220,7 +217,6 @@ def test_hoppers_choices_are_those_that_were_measured():
         assert tile(weight_variant(name, columns, dtype, HOPPER)) == expected
     assert tile(row_variant("tma", 1024)) == ("tma", 128, 256, 64, 3, 8, 1, 1)
     assert tile(row_variant("pointer", 1024)) == ("pointer", 64, 128, 32, 3, 4, 1, 1)
-    assert tile(row_variant("gather", 1024)) == ("gather", 128, 256, 64, 4, 4, 2, 1)
     largest = 3 * 8192 * 4  # bytes of a row of fp32, thrice
     assert stages_that_fit(CPU, largest, rms_norm_triton.STAGES) == rms_norm_triton.STAGES
     assert stages_that_fit(CPU, heads_triton.THREE_STAGES, 3) == 3

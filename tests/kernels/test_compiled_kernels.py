@@ -136,22 +136,6 @@ def check_products(ptx: str, last: int) -> None:
         assert second == first[:last] or consumer[:last] == consumer[last:][:last]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("columns", [1024, 384])
-def test_gathered_rows(compiled, columns, dtype):
-    x, out = torch.empty(512, 512, dtype=dtype), torch.empty(4096, columns, dtype=dtype)
-    w, order = torch.empty(8, 512, columns, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
-    variant = gemm.row_variant("gather", columns)
-    launch = gemm.kernels_of(variant, CPU).gathered_launch(
-        variant, x, order, 8, w, out, work(8), 132
-    )
-    (kernel,) = compiled(launch.run)
-    check(kernel, wgmma=True)
-    # The producer's K loop also carries its pointers; the fence is the consumers'.
-    assert kernel.carried == [6, 2, 3] * 2 + [7, 3]
-    assert kernel.ptx.count("cp.async.ca.shared") + kernel.ptx.count("cp.async.cg.shared") > 0
-
-
 @pytest.mark.parametrize(
     ("columns", "pingpong", "dtype"),
     [(1024, False, BF16), (1024, True, BF16), (384, False, FP16), (384, True, BF16)],

@@ -115,7 +115,7 @@ def test_errors_of_a_clamped_gate(routing, gate):
         return (rows.float() * weights.unsqueeze(2)).sum(1).to(tokens.dtype)
 
     def in_kernels(order: RowOrder, tokens: Tensor, weights: Tensor, w1: Tensor, w2: Tensor):
-        gate_up = gather_gemm(tokens, order, w1, zero_tail=False, in_loads=False)
+        gate_up = gather_gemm(tokens, order, w1, zero_tail=False)
         return down_projection(gate_up, order, weights, w2, gate=gate)
 
     grad = torch.randn(len(experts_TK), D, device="cuda").to(BF16)

@@ -27,7 +27,6 @@ def _event(category: str, name: str, start: float, end: float, **arguments: int)
     ("name", "group"),
     [
         ("rows_gluon_kernel", "grouped GEMM"),
-        ("gathered_rows_gluon_kernel", "grouped GEMM"),
         ("weights_tma_kernel", "grouped GEMM"),
         ("expert_order_kernel", "grouped GEMM"),
         ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "dense GEMM"),

@@ -29,7 +29,6 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     torch.manual_seed(0)
     x, dy, w = random(ROWS, WIDTH), random(ROWS, WIDTH), random(EXPERTS, WIDTH, WIDTH)
     low, b = random(ROWS, 16), random(EXPERTS, 16, WIDTH)
-    order = torch.arange(ROWS, device="cuda")
     ends = (torch.rand(EXPERTS).softmax(0) * ROWS).cumsum(0).int()
     ends[-1] = ROWS
     ends = ends.cuda()
@@ -67,7 +66,6 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
             f"weights fp8 {block_n} {turns}",
             lambda v=weights: gemm.matmul_weights_fp8(*operands, variant=v),
         )
-    yield "gathered", lambda: gemm.matmul_gathered(x, order, 1, w, ends)
     total = torch.zeros(EXPERTS, WIDTH, WIDTH, device="cuda")
 
     def accumulated() -> torch.Tensor:

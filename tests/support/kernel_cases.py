@@ -44,7 +44,6 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "grouped GEMM, narrow rows": lambda: _rows(384),
         "grouped GEMM, long sums": lambda: _rows(1024, K=4096),
         "grouped GEMM, rows with LoRA": _rows_with_lora,
-        "grouped GEMM, gathered rows": _gathered_rows,
         "grouped GEMM, weights": lambda: _weights(1024),
         "grouped GEMM, narrow weights": lambda: _weights(384),
         "grouped GEMM, fp32": _products_of_fp32,
@@ -98,14 +97,6 @@ def _rows_with_lora() -> None:
         gemm.matmul_rows(
             *pairs[0], _offsets(experts), transposed=transposed, out=out, beside=pairs[1]
         )
-
-
-def _gathered_rows() -> None:
-    hidden, order = torch.empty(512, 512, dtype=BF16), torch.zeros(4096, dtype=torch.int64)
-    if gemm.can_gather(hidden):
-        for columns in (1024, 384):
-            w = torch.empty(8, 512, columns, dtype=BF16)
-            gemm.matmul_gathered(hidden, order, 8, w, _offsets(8))
 
 
 def _weights(columns: int) -> None:

@@ -18,7 +18,7 @@ from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.kernels.swiglu import ClampedGate
 
-T, D, F, E, K = 24, 64, 16, 4, 2  # 64 is what the kernel of gathered rows takes at least
+T, D, F, E, K = 24, 64, 16, 4, 2
 RULE = kernels.RoutingRule(
     top_k=K,
     sigmoid=True,

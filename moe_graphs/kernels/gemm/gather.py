@@ -1,8 +1,7 @@
 """Permutation and grouped GEMM in one node, which keeps the tokens and not their rows.
 
-The backward makes the rows once more for the weights' gradient (a gathered weight gradient is
-slower than copy and product). On Hopper the forward can read the tokens through the order, so that
-the rows are never written.
+The backward makes the rows once more for the weights' gradient. Products whose loads gather the
+rows are no faster than copy and product (``docs/development/log.md``).
 
 Shapes: T tokens, K top-k, R = T*K routed rows, D and N the two sides of the product, E experts.
 """
@@ -13,20 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_graphs.kernels.availability import has_triton
 from moe_graphs.kernels.gemm import (
     check_operands,
     gradient_of_weights,
     grouped_gemm_dgrad,
     grouped_gemm_forward,
     is_transposed,
-    reference,
-    rows_on_gpu,
 )
-from moe_graphs.kernels.ops import define_op, wants_gradient
+from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.precision import to_autocast
-from moe_graphs.kernels.row_order import RowOrder, pairs_per_token, token_of
+from moe_graphs.kernels.row_order import RowOrder, pairs_per_token
 
 
 def gather_gemm(
@@ -35,7 +31,6 @@ def gather_gemm(
     w_EDN: Tensor,
     *,
     zero_tail: bool = True,
-    in_loads: bool = True,
 ) -> Tensor:
     """``grouped_gemm(permute(hidden_TD, order), w_EDN, order.offsets_E)`` as one op.
 
@@ -43,8 +38,6 @@ def gather_gemm(
 
     Args:
         zero_tail: as in ``grouped_gemm``. An order without gaps leaves no tail.
-        in_loads: the product's loads gather the rows, where a kernel can (on Hopper, without gaps).
-            False copies the rows first, which is faster for wide products.
     """
     hidden_TD, w_EDN = to_autocast(hidden_TD, w_EDN)
     check_operands(hidden_TD, w_EDN, order.offsets_E)
@@ -57,20 +50,16 @@ def gather_gemm(
     inverse_TK = order.inverse_R.view(tokens, pairs_per_token(pairs, tokens))
     indices = order.order_R, inverse_TK, order.offsets_E
     gaps = order.has_gaps
-    return _GatherGemm.apply(hidden_TD, w_EDN, *indices, gaps, zero_tail and gaps, in_loads)
+    return _GatherGemm.apply(hidden_TD, w_EDN, *indices, gaps, zero_tail and gaps)
 
 
 class _GatherGemm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden_TD, w_EDN, order_R, inverse_TK, offsets_E, has_gaps, zero_tail, in_loads
-    ):
+    def forward(ctx, hidden_TD, w_EDN, order_R, inverse_TK, offsets_E, has_gaps, zero_tail):
         needs_hidden, needs_w = ctx.needs_input_grad[:2]
         ctx.has_gaps, ctx.is_transposed = has_gaps, is_transposed(w_EDN)
         kept_TD, kept_EDN = hidden_TD if needs_w else None, w_EDN if needs_hidden else None
         ctx.save_for_backward(kept_TD, kept_EDN, order_R, inverse_TK, offsets_E)
-        if in_loads and not has_gaps and w_EDN.is_contiguous():
-            return gather_gemm_forward(hidden_TD, order_R, w_EDN, offsets_E)
         rows_RD = spread_rows(hidden_TD, order_R, inverse_TK, None, has_gaps)
         return grouped_gemm_forward(rows_RD, w_EDN, offsets_E, zero_tail)
 
@@ -86,33 +75,4 @@ class _GatherGemm(torch.autograd.Function):
         if wants_gradient(ctx, 0):
             rows_RD = grouped_gemm_dgrad(grad_RN, w_EDN, offsets_E, False)
             grad_hidden = collect_rows(rows_RD, inverse_TK, None, ctx.has_gaps)
-        return grad_hidden, grad_w, None, None, None, None, None, None
-
-
-@define_op()
-def gather_gemm_forward(
-    hidden_TD: Tensor, order_R: Tensor, w_EDN: Tensor, offsets_E: Tensor
-) -> Tensor:
-    return reference.grouped_gemm(_rows(hidden_TD, order_R), w_EDN, offsets_E)
-
-
-@torch.library.impl("moe_graphs::gather_gemm_forward", "cuda")
-def _(hidden_TD, order_R, w_EDN, offsets_E):
-    if has_triton():
-        from moe_graphs.kernels.gemm.launch import can_gather, matmul_gathered
-
-        if can_gather(hidden_TD):
-            top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])
-            w_EDN = w_EDN.contiguous()
-            return matmul_gathered(hidden_TD.contiguous(), order_R, top_k, w_EDN, offsets_E)
-    return rows_on_gpu(_rows(hidden_TD, order_R), w_EDN, offsets_E, False)
-
-
-@torch.library.register_fake("moe_graphs::gather_gemm_forward")
-def _(hidden_TD, order_R, w_EDN, offsets_E):
-    return hidden_TD.new_empty(order_R.shape[0], w_EDN.shape[2])
-
-
-def _rows(hidden_TD: Tensor, order_R: Tensor) -> Tensor:
-    top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])
-    return hidden_TD.index_select(0, token_of(order_R, top_k))
+        return grad_hidden, grad_w, None, None, None, None, None

@@ -31,11 +31,10 @@ class Variant:
     """A kernel of the grouped GEMM with its tile, and what the launch has to know about it.
 
     Attributes:
-        name: cooperative, pingpong, gather or fp8 (Gluon, for Hopper alone), tma or pointer (plain
+        name: cooperative, pingpong or fp8 (Gluon, for Hopper alone), tma or pointer (plain
             Triton, portable), or fp32 (pointer with a tile for operands of 4 bytes).
-        file: the file of this folder that has the kernel and its ``rows_launch`` (for gathered rows
-            ``gathered_launch``, for FP8 ``fp8_rows_launch``), or ``weights_launch``
-            (``fp8_weights_launch``).
+        file: the file of this folder that has the kernel and its ``rows_launch`` (for FP8
+            ``fp8_rows_launch``) or ``weights_launch`` (``fp8_weights_launch``).
         pieces: an output tile is stored in so many column pieces ...
         buffers: ... through so many buffers per consumer.
         pingpong: the two consumers take tiles by turns; otherwise they share a tile's rows. In FP8
@@ -74,7 +73,6 @@ def row_variant(name: str, columns: int, gpu: Architecture = HOPPER) -> Variant:
     variants = (
         replace(cooperative, partial_sums=True, adds_beside=True),
         replace(pingpong, adds_beside=True),
-        Variant("gather", "sm90_rows", 128, n, 64, 4 if wide else 5, pieces=2 if wide else 1),
         Variant("fp8", "sm90_fp8", 128, n, 128, 4 if wide else 6, pingpong=wide),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8),
         pointer,

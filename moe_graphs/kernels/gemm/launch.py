@@ -158,38 +158,6 @@ def _tell_if_few(rows: int, experts: int) -> None:
         portable_launches.count(name)
 
 
-def can_gather(x: torch.Tensor) -> bool:
-    """Whether ``matmul_gathered`` takes these tokens: on Hopper, narrow, 64 divides their width."""
-    is_narrow = x.dtype != torch.float32
-    return is_narrow and "gather" in architecture_of(x.device).gemms and x.shape[1] % 64 == 0
-
-
-def matmul_gathered(
-    x_TK: torch.Tensor,
-    order_R: torch.Tensor,
-    top_k: int,
-    w_EKN: torch.Tensor,
-    offsets_E: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``out_RN[r] = x_TK[order_R[r] // top_k] @ w[e]``, without a copy of the rows.
-
-    Like ``matmul_rows`` otherwise; ``order_R`` is int32 without gaps. See ``can_gather``.
-    """
-    rows, N, device = order_R.numel(), w_EKN.shape[2], x_TK.device
-    if out is None:
-        out = x_TK.new_empty(rows, N)
-    check_memory(x=x_TK, w=w_EKN, out=out)
-    if rows == 0:
-        return out
-    v = row_variant("gather", N)
-    kernels, grid = kernels_of(v, device), sm_count(device)
-    work = row_tiles(offsets_E, rows, v.block_m)
-    kernels.gathered_launch(v, x_TK, order_R, top_k, w_EKN, out, work, grid).run()
-    return out
-
-
 def matmul_weights(
     x_RK: torch.Tensor,
     dy_RN: torch.Tensor,

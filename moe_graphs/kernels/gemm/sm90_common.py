@@ -25,7 +25,6 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -40,7 +39,6 @@ BILLION = gl.constexpr(1 << 30)
 # The older names are still there in Triton 3.9, and raise.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @builtin
@@ -112,17 +110,6 @@ def halves(x):
 
 
 @gluon.jit
-def _stage(piece, desc, buffer, BUFFERS: gl.constexpr):
-    """Registers -> shared memory, as soon as the store that last used `buffer` has read it."""
-    N: gl.constexpr = piece.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    tma.store_wait(pendings=BUFFERS - 1)
-    value = gl.convert_layout(piece.to(desc.dtype), layout)
-    buffer.store(value.reshape(desc.block_shape))
-    fence_async_shared()
-
-
-@gluon.jit
 def pieces_of(acc, PIECES: gl.constexpr):
     """Column pieces of acc, from left to right."""
     pieces = (acc,)
@@ -134,15 +121,19 @@ def pieces_of(acc, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(acc, desc, buffers, FIRST: gl.constexpr, PIECES: gl.constexpr, row, end, column):
-    """Store acc into rows `row...` before `end` of a ragged output; asynchronous, one buffer."""
-    WIDTH: gl.constexpr = acc.shape[1] // PIECES
+def store_rows(acc, desc, buffers, FIRST: gl.constexpr, row, end, column):
+    """Store acc into rows `row...` before `end` of a ragged output; asynchronous, one buffer.
+
+    The buffer is written as soon as the store that last used it has read it.
+    """
     buffer = buffers.index(FIRST)
     above, below, at = ragged(row, end)
-    pieces = pieces_of(acc, PIECES)
-    for i in gl.static_range(PIECES):
-        _stage(pieces[i], desc, buffer, 1)
-        tma_store(desc, [above, below, at, column + i * WIDTH], buffer)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
+    tma.store_wait(pendings=0)
+    value = gl.convert_layout(acc.to(desc.dtype), layout)
+    buffer.store(value.reshape(desc.block_shape))
+    fence_async_shared()
+    tma_store(desc, [above, below, at, column], buffer)
 
 
 @gluon.jit

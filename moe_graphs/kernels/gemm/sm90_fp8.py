@@ -167,10 +167,10 @@ def _consume(
                 of_expert + block_n * work.steps, of_expert + right_n * work.steps, work.steps,
                 ME, HALF_M, KIND,
             )  # fmt: skip
-            store_rows(left, out_desc, out_buffers, ME, 1, row, end, tile_n * KIND.BLOCK_N)
+            store_rows(left, out_desc, out_buffers, ME, row, end, tile_n * KIND.BLOCK_N)
             if HALVES > 1:
                 column = tile_n * KIND.BLOCK_N + BLOCK
-                store_rows(right, out_desc, out_buffers, ME, 1, row, end, column)
+                store_rows(right, out_desc, out_buffers, ME, row, end, column)
     tma.store_wait(pendings=0)
 
 
@@ -181,9 +181,7 @@ def fp8_rows_gluon_kernel(
     STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
-    KIND: gl.constexpr = Kind(
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True, False, PINGPONG, 1, False, 0, 0, GRID
-    )
+    KIND: gl.constexpr = Kind(BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True, PINGPONG, False, 0, 0, GRID)
     x_ring = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
     )

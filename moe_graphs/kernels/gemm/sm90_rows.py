@@ -21,11 +21,6 @@ A product beside the first one (LoRA's) is BESIDE more K steps into the same sum
 large as the other steps', and TMA fills the columns behind the rank with zeros. The last step
 multiplies LAST columns only, the first of a slot, which lie as the first of every step.
 
-Gathered rows (GATHER) come through an index list instead: TMA of Hopper has no gather, so four
-producer warps copy them with cp.async, 16 bytes a thread, and the consumers fence before WGMMA
-reads what cp.async wrote. A row past the group's end is replaced by the group's last one, never by
-a row of another group: what it makes is not stored, but must be finite where that one is.
-
 Measured on an H200 (sustained): 0.93-1.02 of one dense cuBLAS GEMM from 1024 rows per expert on,
 0.80-0.98 at 256 to 320. Cut along K, 4.4 rounds of tiles take 4.5: 520 -> 575 TFLOP/s.
 """
@@ -36,7 +31,6 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -48,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_graphs.kernels.gemm.heuristics import Pair, Variant
 from moe_graphs.kernels.gemm.sm90_common import (
-    load_rows,
     make_barriers,
     matrix_descriptor,
     next_slot,
@@ -99,9 +92,7 @@ class Kind(NamedTuple):
     BLOCK_K: Any
     STAGES: Any
     TRANSPOSED: Any
-    GATHER: Any
     PINGPONG: Any
-    PIECES: Any
     SPLITS: Any
     BESIDE: Any
     LAST: Any
@@ -205,45 +196,12 @@ def produce(x_desc, w_desc, low_desc, b_desc, work, ring, barriers, KIND: gl.con
 
 
 @gluon.jit
-def _produce_gathered(x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, KIND: gl.constexpr):
-    """`produce` for rows `order[r] // top_k` of x. Four warps; K is a multiple of BLOCK_K."""
-    BLOCK_M: gl.constexpr = KIND.BLOCK_M
-    BLOCK_K: gl.constexpr = KIND.BLOCK_K
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slot = 0
-    phase = 1
-    first_tile = gl.program_id(0)
-    next_e, next_first, next_m, next_start, next_end = record_of(first_tile, work)
-    for tile in range(first_tile, work.total, KIND.GRID):
-        e = next_e
-        end = next_end
-        tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
-        row = next_start + tile_m * BLOCK_M
-        next_e, next_first, next_m, next_start, next_end = record_of(tile + KIND.GRID, work)
-        rows = gl.minimum(row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout)), end - 1)
-        source = gl.load(order_ptr + rows).to(gl.int32) // top_k
-        columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-        at = x_ptr + source.to(gl.int64)[:, None] * K + columns[None, :]
-        for step in range(work.steps):
-            mbarrier.wait(barriers.empty.index(slot), phase)
-            landed = barriers.full.index(slot)
-            mbarrier.expect(landed, w_desc.block_type.nbytes)
-            tma_load(w_desc, [e, step * BLOCK_K, tile_n * KIND.BLOCK_N], landed, ring.w.index(slot))
-            load_rows(ring.x.index(slot), at)
-            async_copy.mbarrier_arrive(landed, increment_count=False)
-            at += BLOCK_K
-            slot, phase = next_slot(slot, phase, KIND.STAGES)
-
-
-@gluon.jit
 def _multiply_slot(
     ring, barriers, slot, phase, acc, adds,
     COLUMNS: gl.constexpr, SHIFT: gl.constexpr, HALF_M: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     """One K step, or its first COLUMNS; the step before it is done, where it `adds`."""
     mbarrier.wait(barriers.full.index(slot), phase)
-    if KIND.GATHER:
-        fence_async_shared()
     x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(SHIFT, HALF_M, 0)
     if KIND.TRANSPOSED:
         w = ring.w.index(slot).reshape([KIND.BLOCK_N, KIND.BLOCK_K]).permute((1, 0))
@@ -335,8 +293,7 @@ def _consume(
                 part = gl.program_id(0)
                 store_partial(result, partials_ptr, part, SHIFT, 0, BLOCK_M, BLOCK_N)
             else:
-                PIECES: gl.constexpr = KIND.PIECES
-                store_rows(result, out_desc, out_buffers, ME, PIECES, row, end, tile_n * BLOCK_N)
+                store_rows(result, out_desc, out_buffers, ME, row, end, tile_n * BLOCK_N)
     tma.store_wait(pendings=0)
 
 
@@ -349,8 +306,7 @@ def rows_gluon_kernel(
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, False, PINGPONG, 1, SPLITS, BESIDE, LAST,
-        GRID,
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, PINGPONG, SPLITS, BESIDE, LAST, GRID,
     )  # fmt: skip
     x_ring = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
@@ -386,44 +342,6 @@ def rows_gluon_kernel(
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
-    )
-
-
-@gluon.jit
-def gathered_rows_gluon_kernel(
-    x_ptr, order_ptr, top_k, w_desc, out_desc, records_ptr, count_ptr, N, K,
-    PIECES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
-    """`rows_gluon_kernel`, cooperative, over rows `order[r] // top_k` of x; grid (GRID,)."""
-    KIND: gl.constexpr = Kind(
-        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, False, True, False, PIECES, False, 0, 0, GRID
-    )
-    x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    x_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_layout)
-    w_ring = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
-    )
-    out_buffers = gl.allocate_shared_memory(
-        out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout
-    )
-    full = make_barriers(STAGES, 1 + 128)  # the bytes of w, and every thread's copies
-    empty = make_barriers(STAGES, 2)
-    fence_async_shared()
-    tiles_n = gl.cdiv(N, BLOCK_N)
-    total = gl.load(count_ptr + COUNT_RECORDS) * tiles_n
-    steps = gl.cdiv(K, BLOCK_K)
-    work = Work(records_ptr, total, total, 0, steps, tiles_n, steps)
-    ring = Ring(x_ring, w_ring)
-    barriers = Barriers(full, empty, empty)
-    gl.warp_specialize(
-        [
-            (_consume, (out_desc, order_ptr, work, ring, out_buffers, barriers, 0, KIND)),
-            (_consume, (out_desc, order_ptr, work, ring, out_buffers, barriers, 1, KIND)),
-            (_produce_gathered, (x_ptr, order_ptr, top_k, w_desc, work, K, ring, barriers, KIND)),
-        ],
-        worker_num_warps=[4, 4],
-        worker_num_regs=[224, 56],
     )
 
 
@@ -467,26 +385,6 @@ def last_columns(v: Variant, beside: Pair | None) -> int:
     rest = beside[0].shape[1] - (v.steps(beside) - 1) * v.block_k
     columns = max(next_power_of_2(rest), 16)  # a WGMMA takes 16
     return columns if columns < v.block_k else 0
-
-
-def gathered_launch(
-    v: Variant,
-    x_TK: torch.Tensor,
-    order_R: torch.Tensor,
-    top_k: int,
-    w_EKN: torch.Tensor,
-    out_RN: torch.Tensor,
-    work: WorkList,
-    grid: int,
-) -> Launch:
-    """The launch of the gathered rows kernel over `work`, whose row tiles have `v.block_m` rows."""
-    _, K, N = w_EKN.shape
-    args = (
-        x_TK, order_R, top_k, matrix_descriptor(w_EKN, (v.block_k, v.block_n)),
-        ragged_descriptor(out_RN, (v.block_m // 2, v.block_n // v.pieces)),
-        work.records, work.count, N, K,
-    )  # fmt: skip
-    return Launch(gathered_rows_gluon_kernel, grid, args, {"PIECES": v.pieces} | _tile(v, grid))
 
 
 def _tile(v: Variant, grid: int) -> dict[str, int]:

@@ -101,7 +101,7 @@ def up_projection(
     """The first half of ``routed_experts``, gate and up of the rows."""
     if is_sorted:
         return grouped_gemm(tokens_TD, w1_ED2F, order.offsets_E, zero_tail=False)
-    return gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False, in_loads=False)
+    return gather_gemm(tokens_TD, order, w1_ED2F, zero_tail=False)
 
 
 class FirstProduct(NamedTuple):
