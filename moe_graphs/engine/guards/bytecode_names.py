@@ -142,7 +142,9 @@ def of_c(function: Any) -> str | None:
     owner, name = getattr(function, "__self__", None), function.__name__
     module = getattr(function, "__module__", None) or ""
     if owner is None and not module:  # a static method of a class in C
-        owner = vars(builtins).get(function.__qualname__.partition(".")[0])
+        kind_of_c = function.__qualname__.partition(".")[0]
+        # Python 3.12 binds a method to None if the call lacks its object, before the call raises.
+        owner = object() if kind_of_c == "NoneType" else vars(builtins).get(kind_of_c)
     if module or owner is None or isinstance(owner, types.ModuleType):
         label, is_known = f"{module}.{name}", name in FUNCTIONS.get(module, ())
     else:
