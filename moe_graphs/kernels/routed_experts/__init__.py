@@ -123,6 +123,8 @@ def down_projection(
 ) -> Tensor:
     """The second half of ``routed_experts``, from gate and up of the rows; keeps nothing else.
 
+    Under torch's checkpoint the backward overwrites gate and up, so nobody else may save them.
+
     Args:
         gate: an activation in place of SwiGLU.
         again: where the backward computes gate and up anew, so that they are not kept.

@@ -164,6 +164,8 @@ def down_projection_with_lora(
 ) -> Tensor:
     """The sums of tokens from gate and up: the second half of ``routed_experts_with_lora``.
 
+    Under torch's checkpoint the backward overwrites gate and up, so nobody else may save them.
+
     Args:
         gate: an activation in place of SwiGLU.
     """
