@@ -211,8 +211,9 @@ def trl(lines: list[Line]) -> str:
     """TRL's trainers as they come, and with ``GraphCallback``."""
     rows, used = [], []
     given = Select("trl_trainers", {"smoke": False}, gpu=H100).lines(lines)
-    for trainer, (plain, graphed) in _newest_runs(given, lambda line: line["trainer"]).items():
-        for line in (plain, graphed):
+    for trainer, run in _newest_runs(given, lambda line: line["trainer"]).items():
+        plain = run[0]
+        for line in run if len(run) == 2 else ():  # one of the two had no result
             rows.append([
                 f"`{trainer.upper()}Trainer`" if line is plain else "",
                 line["contender"] if line is plain else f"`{line['contender']}`",
