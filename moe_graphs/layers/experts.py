@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.kernels import RowOrder, routed_experts
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.layers.expert_backends import ExpertsBackend
 
@@ -45,7 +46,7 @@ class GroupedExperts(ExpertsBackend):
     def forward(
         self, tokens_XD: Tensor, order: RowOrder, weights_XK: Tensor, is_sorted: bool = False
     ) -> Tensor:
-        w1_eD2F, w2_eFD = _local(self.w1), _local(self.w2)
+        w1_eD2F, w2_eFD = local_part(self.w1), local_part(self.w2)
         given, recompute = (tokens_XD, order, weights_XK, w1_eD2F, w2_eFD), self.recompute
         if self.precision == "weights":
             return routed_experts(*given, is_sorted=is_sorted, recompute=recompute)
@@ -67,9 +68,3 @@ class GroupedExperts(ExpertsBackend):
     def load_stacked_weights(self, w1_eD2F: Tensor, w2_eFD: Tensor) -> None:
         self.w1.copy_(w1_eD2F)
         self.w2.copy_(w2_eFD)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """Experts of this rank in a weight that an expert-parallel group shards (DTensor)."""
-    to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()

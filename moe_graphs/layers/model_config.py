@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
+from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling, check_positive
 from moe_graphs.registry import ATTENTIONS, EXPERTS, PROJECTIONS
 
 Precision = Literal["weights", "fp8", "fp8_rows"]
@@ -66,7 +66,7 @@ class MoEConfig:
     precision: Precision = "weights"
 
     def __post_init__(self) -> None:
-        _positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
+        check_positive(self, "num_experts", "top_k", "ffn_hidden_size", "scaling_factor")
         _not_negative(self, "aux_loss_coef", "z_loss_coef", "shared_ffn_hidden_size")
         _not_negative(self, "bias_update_rate")
         if self.top_k > self.num_experts:
@@ -108,7 +108,7 @@ class MoEConfig:
             )
         if self.num_groups is None or self.top_k_groups is None:
             return
-        _positive(self, "num_groups", "top_k_groups")
+        check_positive(self, "num_groups", "top_k_groups")
         if self.num_experts % self.num_groups:
             raise ValueError(
                 f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts})"
@@ -147,9 +147,11 @@ class LatentAttentionConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        _positive(self, "kv_rank", "plain_head_dim", "rope_head_dim", "value_head_dim", "norm_eps")
+        check_positive(
+            self, "kv_rank", "plain_head_dim", "rope_head_dim", "value_head_dim", "norm_eps"
+        )
         if self.query_rank is not None:
-            _positive(self, "query_rank")
+            check_positive(self, "query_rank")
         if self.rope_head_dim % 2:
             raise ValueError(
                 f"rope_head_dim must be even (rotary embedding), got {self.rope_head_dim}"
@@ -200,8 +202,8 @@ class TransformerConfig:
     attention: str | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
-        _positive(self, "max_sequence_length", "rope_theta", "norm_eps")
+        check_positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
+        check_positive(self, "max_sequence_length", "rope_theta", "norm_eps")
         if self.qk_norm not in ("none", "head", "full"):
             raise ValueError(f"qk_norm {self.qk_norm!r} is unknown: choose none, head or full")
         for name in ("attention_dropout", "hidden_dropout"):
@@ -287,12 +289,6 @@ class TransformerConfig:
                 f"ffn_hidden_size must be positive, got {self.ffn_hidden_size}: layers {dense} "
                 f"are dense"
             )
-
-
-def _positive(config: object, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
 
 
 def _not_negative(config: object, *names: str) -> None:

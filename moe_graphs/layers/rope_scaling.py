@@ -34,7 +34,7 @@ class YarnScaling:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_positive(self, "factor", "original_max_sequence_length", "beta_fast", "beta_slow")
+        check_positive(self, "factor", "original_max_sequence_length", "beta_fast", "beta_slow")
 
     @property
     def table_factor(self) -> float:
@@ -81,7 +81,7 @@ class Llama3Scaling:
     original_max_sequence_length: int
 
     def __post_init__(self) -> None:
-        _check_positive(self, "factor", "low_freq_factor", "original_max_sequence_length")
+        check_positive(self, "factor", "low_freq_factor", "original_max_sequence_length")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor ({self.high_freq_factor}) must be above low_freq_factor "
@@ -104,7 +104,8 @@ class Llama3Scaling:
         return frequency_Q * kept_Q + frequency_Q / self.factor * (1 - kept_Q)
 
 
-def _check_positive(scaling: object, *names: str) -> None:
+def check_positive(config: object, *names: str) -> None:
+    """Raise a ``ValueError`` for the first of these fields that is not above 0."""
     for name in names:
-        if not getattr(scaling, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(scaling, name)}")
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")

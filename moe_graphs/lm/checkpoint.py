@@ -188,14 +188,6 @@ def checkpoints_of(run_directory: Path, trainer: Trainer) -> Iterator[Callable[[
     checkpoints.finish()
 
 
-def save_checkpoint(run_directory: Path, trainer: Trainer, *, keep: int = 2) -> Path:
-    """Writes one checkpoint, as ``Checkpoints`` does, and waits for it."""
-    checkpoints = Checkpoints(run_directory, trainer, keep=keep)
-    path = checkpoints.save()
-    checkpoints.finish()
-    return path
-
-
 def _write_manifest(
     partial: Path,
     files: Mapping[str, Any],

@@ -13,6 +13,7 @@ from rich.table import Table
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.lm.data import Text
 from moe_graphs.lm.run import (
     Progress,
@@ -22,7 +23,6 @@ from moe_graphs.lm.run import (
     free_memory,
     with_graphs,
 )
-from moe_graphs.optim.gradient_factor import local_part
 from moe_graphs.report_tables import format_bytes
 
 

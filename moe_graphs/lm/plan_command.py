@@ -10,6 +10,7 @@ from torch import nn
 
 from moe_graphs.checkpoints.hf_config import transformer_config
 from moe_graphs.checkpoints.shards import CONFIG, read_json
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.layers import TransformerConfig
 from moe_graphs.lm.optimizers import (
     build_optimizer,
@@ -24,7 +25,7 @@ from moe_graphs.lm.workers import layout_of
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.layout_plan import plan_layout
 from moe_graphs.planning.plan_table import plan_table, ranks_table
-from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
+from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep
 from moe_graphs.registry import MODELS, PRESETS
 from moe_graphs.terminal import errors_in_a_line, make_console, print_json
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_graphs.optim.gradient_factor import local_part
+from moe_graphs.kernels.local_part import local_part
 
 
 @contextlib.contextmanager

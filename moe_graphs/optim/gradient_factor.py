@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_graphs.kernels.local_part import local_part
+
 
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place, with few launches for each dtype.
@@ -18,12 +20,6 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """
     for same in by_dtype(list(map(local_part, gradients))):
         torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Local shard of a DTensor; any other tensor itself."""
-    to_local = getattr(tensor, "to_local", None)  # importing DTensor would take a second
-    return tensor if to_local is None else to_local()
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

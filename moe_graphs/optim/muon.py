@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.optim.adamw import AdamW
 from moe_graphs.optim.whole_matrices import Rows, in_turn, on_owners, rows_of
 
@@ -141,7 +142,7 @@ class Muon(AdamW):
                 )
             of_rank = rows_of(parameter)
             assert of_rank is not None  # ``_check`` has refused such parameters
-            row = _Row(_local(own[0]), _local(own[1]), _local(own[2]), of_rank)
+            row = _Row(local_part(own[0]), local_part(own[1]), local_part(own[2]), of_rank)
             if row.momentum.shape != row.parameter.shape:
                 raise ValueError(
                     f"a parameter of shape {tuple(row.parameter.shape)} has a momentum of shape "
@@ -281,10 +282,6 @@ def _ratio(name: str | None, rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _check(group: dict[str, Any], number: int) -> None:
     if group["adjust_lr_fn"] not in _RATIOS:
         raise ValueError(f"adjust_lr_fn: {group['adjust_lr_fn']!r} is not one of {_RATIOS}")
@@ -300,7 +297,7 @@ def _check(group: dict[str, Any], number: int) -> None:
         if split and sum(split) != shape[_out(parameter)]:
             raise ValueError(f"split: {split} is not the {shape[_out(parameter)]} of {name}")
         rows = rows_of(parameter)
-        if rows is None or (rows.ranks > 1 and len(_local(parameter)) != len(rows.own)):
+        if rows is None or (rows.ranks > 1 and len(local_part(parameter)) != len(rows.own)):
             raise ValueError(
                 f"{name}, {shape}, is {parameter.placements} over ranks: Muon needs whole "
                 f"matrices or some rows of them on each rank, as FSDP2 divides them; keep the "

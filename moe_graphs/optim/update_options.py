@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs.kernels.adamw.state_codes import NEAREST, NUMBERS, decode, encode
-from moe_graphs.optim.gradient_factor import local_part
+from moe_graphs.kernels.local_part import local_part
 
 _DTYPES = (None, torch.float32, torch.bfloat16, torch.uint8)
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from moe_graphs.kernels import linear_cross_entropy, swiglu_linear
 from moe_graphs.kernels.cross_entropy.loss_rule import PLAIN, LossRule
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.layers.attention import Attention
@@ -52,7 +53,7 @@ class ColumnLinear(nn.Module):
     weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight_MD = _autocast(x), _autocast(local(self.weight))
+        x, weight_MD = _autocast(x), _autocast(local_part(self.weight))
         return _ColumnLinear.apply(x, weight_MD, self.process_group)
 
 
@@ -68,7 +69,7 @@ class ColumnHead(ColumnLinear):
     ) -> Tensor:
         if targets is None:
             return super().forward(x)
-        weight_VD = local(self.weight)
+        weight_VD = local_part(self.weight)
         return linear_cross_entropy(
             _SameOnRanks.apply(_autocast(x), self.process_group).flatten(0, -2),
             weight_VD,
@@ -109,7 +110,7 @@ class RowLinear(nn.Module):
     weight: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = functional.linear(x, local(self.weight))
+        partial = functional.linear(x, local_part(self.weight))
         return _SumOverRanks.apply(partial, self.process_group)
 
 
@@ -121,7 +122,7 @@ class VocabularyEmbedding(nn.Module):
     first: int
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        weight_VD = local(self.weight)
+        weight_VD = local_part(self.weight)
         here_BS = tokens_BS - self.first
         elsewhere_BS = (here_BS < 0) | (here_BS >= weight_VD.shape[0])
         rows_BSD = functional.embedding(here_BS.masked_fill(elsewhere_BS, 0), weight_VD)
@@ -148,7 +149,7 @@ class SwiGLUOfColumns(SwiGLU):
         down = cast(RowLinear, self.w2)
         if is_watched(down):
             return super().forward(hidden)
-        partial = swiglu_linear(self.w1(hidden), local(down.weight))
+        partial = swiglu_linear(self.w1(hidden), local_part(down.weight))
         return _SumOverRanks.apply(partial, down.process_group)
 
 
@@ -300,12 +301,6 @@ def _fused_rows(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _gate_up(weight: Tensor) -> tuple[int, int]:
     half = weight.shape[0] // 2
     return half, half
-
-
-def local(weight: Tensor) -> Tensor:
-    """Local shard of a DTensor; a plain weight itself."""
-    to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()
 
 
 def _sharded(weight: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:

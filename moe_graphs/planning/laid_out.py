@@ -13,12 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.layers import LanguageModel, TransformerConfig
 from moe_graphs.parallel import ParallelConfig, Pipeline, make_mesh, parallelize, pipeline_stages
 from moe_graphs.parallel.model_stage import ModelStage
 from moe_graphs.pipelines.formats import from_torch
 from moe_graphs.pipelines.schedule import Schedule
-from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
+from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep
 from moe_graphs.planning.step_memory import Action
 from moe_graphs.planning.weights_around import Part, fsdp_parts, groups_of
 from moe_graphs.planning.wire_bytes import ShardedWeights

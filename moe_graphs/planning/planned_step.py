@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from moe_graphs.dispatch.dispatcher import DispatchCosts, PlannedExchange
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.layers import TransformerConfig
 from moe_graphs.parallel.parallelize import MIXED_PRECISION
 from moe_graphs.registry import DISPATCHERS
@@ -28,11 +28,6 @@ def of_torchs_adamw(model: nn.Module) -> OptimizerCosts:
     """Costs of torch's AdamW: two averages in the parameter's dtype, and an fp32 step counter."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return OptimizerCosts(sum(2 * local_part(parameter).nbytes + 4 for parameter in trained))
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """Local shard of a DTensor; any other parameter itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @dataclass(frozen=True, kw_only=True)

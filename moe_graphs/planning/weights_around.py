@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.planning.microbatch_memory import Moment, part_of, parts_of
 from moe_graphs.planning.wire_bytes import ShardedWeights
 
@@ -139,14 +139,14 @@ def fsdp_parts(
     for name, parameter in model.named_parameters():
         number = groups[part_of(name)]
         before = parts[number]
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         each = weights.get(name)
         numbers = each.numbers * each.ranks if each else 0
         parts[number] = Part(
             gathered=before.gathered + numbers * gathered,
             stays=not each.regathered if each else before.stays,
             unreduced=before.unreduced + numbers * reduced,
-            gradients=before.gradients + (local.nbytes if parameter.requires_grad else 0),
+            gradients=before.gradients
+            + (local_part(parameter).nbytes if parameter.requires_grad else 0),
         )
     return parts
 

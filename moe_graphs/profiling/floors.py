@@ -49,14 +49,13 @@ class Floor:
         return 1e3 * max(self.flops / rates.flops_per_second, self.bytes / rates.bytes_per_second)
 
 
-def measure_rates(device: torch.device | str, dtype: torch.dtype | None = None) -> Rates:
+def measure_rates(device: torch.device | str) -> Rates:
     """Measure the best of a few dense matrix products and copies, in a tenth of a second.
 
-    Args:
-        dtype: dtype of the product; by default bf16 on a GPU and fp32 on the CPU.
+    Products are in bf16 on a GPU and in fp32 on the CPU.
     """
     device = torch.device(device)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size, count = _MATMUL[device.type], _COPY_BYTES[device.type]
     product = _product_seconds(size, device, dtype)
     source = torch.zeros(count, dtype=torch.uint8, device=device)
@@ -71,10 +70,10 @@ def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> flo
     return best_of(lambda: torch.mm(a_NN, b_NN, out=c_NN), device)
 
 
-def best_of(call: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Seconds of the shortest call, after two calls that do not count."""
+def best_of(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the shortest of ten calls, after two calls that do not count."""
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(12):
         if device.type == "cuda":
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             marks[0].record()

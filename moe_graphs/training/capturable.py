@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from moe_graphs.engine.whole_step.optimizers import check_capturable_flags, remedy_for
-from moe_graphs.optim.gradient_factor import local_part
+from moe_graphs.kernels.local_part import local_part
 
 
 def check_capturable_optimizer(optimizer: Optimizer) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from moe_graphs.optim.gradient_factor import by_dtype, local_part, multiply
+from moe_graphs.kernels.local_part import local_part
+from moe_graphs.optim.gradient_factor import by_dtype, multiply
 from moe_graphs.training.capturable import (
     applies_tensor_decay,
     check_capturable_optimizer,

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_graphs.optim.gradient_factor import by_dtype, local_part, multiply
+from moe_graphs.kernels.local_part import local_part
+from moe_graphs.optim.gradient_factor import by_dtype, multiply
 
 
 @torch.no_grad()

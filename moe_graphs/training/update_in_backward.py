@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.optim.adamw import AdamW
-from moe_graphs.optim.gradient_factor import local_part
 from moe_graphs.training.capturable import decay_of_group
 from moe_graphs.training.device_step import multiplied
 from moe_graphs.training.grad_norm import clip_factor

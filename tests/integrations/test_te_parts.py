@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 import moe_graphs
-from lm_runs import QUIET, advance, fresh_trainer, on_transformer_engine, options, small_corpus
+from lm_runs import (
+    QUIET,
+    advance,
+    fresh_trainer,
+    on_transformer_engine,
+    options,
+    save_checkpoint,
+    small_corpus,
+)
 from moe_graphs import GraphConfig
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.engine.report import Report
@@ -27,7 +35,7 @@ from moe_graphs.layers import (
     MoELayer,
     TransformerConfig,
 )
-from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import load_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.registry import FP8_RECIPES

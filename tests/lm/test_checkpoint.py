@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lm_runs import QUIET, SCOPES, advance, fresh_trainer, options, small_corpus
+from lm_runs import QUIET, SCOPES, advance, fresh_trainer, options, save_checkpoint, small_corpus
 from moe_graphs.config import FullIterationConfig, GraphConfig
-from moe_graphs.lm.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import checkpoints_of, load_checkpoint
 from moe_graphs.lm.data import Corpus
 from moe_graphs.lm.run import build_batches, build_trainer, run, with_graphs
 from moe_graphs.lm.run_directory import SETTINGS, find_checkpoint, open_log

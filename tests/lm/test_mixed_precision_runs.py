@@ -19,6 +19,7 @@ from distributed import run_distributed
 from fake_ranks import as_rank
 from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
 from moe_graphs.config import FullIterationConfig
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint
 from moe_graphs.lm.compare import compare
@@ -28,7 +29,6 @@ from moe_graphs.lm.run import RunOptions, deterministic, run, with_graphs
 from moe_graphs.lm.run_directory import find_checkpoint
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
-from moe_graphs.optim.gradient_factor import local_part
 from moe_graphs.parallel import ParallelConfig, make_mesh, parallelize, pipeline_stages
 from moe_graphs.parallel.parallelize import MIXED_PRECISION
 

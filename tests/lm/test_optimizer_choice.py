@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm_runs import advance, fresh_trainer, options
+from lm_runs import advance, fresh_trainer, options, save_checkpoint
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.layers.expert_backends import ExpertsBackend
-from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import load_checkpoint
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.options import TrainSettings

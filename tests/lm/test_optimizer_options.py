@@ -10,16 +10,24 @@ import torch
 from torch import Tensor
 
 from distributed import RANKS, run_distributed
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus, whole_state
+from lm_runs import (
+    QUIET,
+    advance,
+    fresh_trainer,
+    options,
+    save_checkpoint,
+    small_corpus,
+    whole_state,
+)
 from moe_graphs.config import FullIterationConfig
 from moe_graphs.kernels.adamw.state_codes import decode
-from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from moe_graphs.kernels.local_part import local_part
+from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.run import RunOptions, run, with_graphs
 from moe_graphs.lm.run_directory import find_checkpoint
 from moe_graphs.lm.trainer import Trainer
 from moe_graphs.lm.workers import Workers
-from moe_graphs.optim.gradient_factor import local_part
 from moe_graphs.parallel import ParallelConfig
 
 WHOLE = FullIterationConfig(optimizer_in_graph=True, warmup_steps=2)

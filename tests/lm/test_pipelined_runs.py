@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from distributed import run_distributed
-from lm_runs import advance, fresh_trainer, options, small_corpus
+from lm_runs import advance, fresh_trainer, options, save_checkpoint, small_corpus
 from moe_graphs.config import FullIterationConfig, GraphConfig
-from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, with_graphs

@@ -8,8 +8,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lm_runs import advance, fresh_trainer, options
-from moe_graphs.lm.checkpoint import save_checkpoint
+from lm_runs import advance, fresh_trainer, options, save_checkpoint
 from moe_graphs.lm.fresh_store import fresh_store
 from moe_graphs.lm.restarts import directories, mark_launch
 

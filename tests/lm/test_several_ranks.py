@@ -15,15 +15,17 @@ import pytest
 import torch
 
 from distributed import RANKS, run_distributed
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus, whole_state
-from moe_graphs.config import FullIterationConfig
-from moe_graphs.lm.checkpoint import (
-    Checkpoints,
-    load_checkpoint,
-    model_of,
-    read_model,
+from lm_runs import (
+    QUIET,
+    advance,
+    fresh_trainer,
+    options,
     save_checkpoint,
+    small_corpus,
+    whole_state,
 )
+from moe_graphs.config import FullIterationConfig
+from moe_graphs.lm.checkpoint import Checkpoints, load_checkpoint, model_of, read_model
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.legal_layouts import check_options
 from moe_graphs.lm.run import RunOptions, run, with_graphs

@@ -16,6 +16,7 @@ from lm_runs import (
     fresh_trainer,
     on_transformer_engine,
     options,
+    save_checkpoint,
     small_corpus,
 )
 from moe_graphs import GraphWarning
@@ -23,7 +24,7 @@ from moe_graphs.cli import build_app
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.integrations import transformer_engine as parts
 from moe_graphs.layers import LanguageModel
-from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import load_checkpoint
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.options import ModelOptions
 from moe_graphs.lm.run import RunOptions, run, with_graphs

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm_runs import QUIET, advance, fresh_trainer, options, small_corpus
+from lm_runs import QUIET, advance, fresh_trainer, options, save_checkpoint, small_corpus
 from moe_graphs.config import FullIterationConfig, GraphConfig
 from moe_graphs.errors import NonFiniteError
-from moe_graphs.lm.checkpoint import load_checkpoint, save_checkpoint
+from moe_graphs.lm.checkpoint import load_checkpoint
 from moe_graphs.lm.compare import compare
 from moe_graphs.lm.data import HeldOut
 from moe_graphs.lm.metrics import compressed_bits_per_byte

@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 
 from distributed import run_distributed
 from moe_graphs.cli import build_app
+from moe_graphs.kernels.local_part import local_part
 from moe_graphs.layers import LanguageModel
 from moe_graphs.lm.optimizers import build_optimizer
 from moe_graphs.lm.options import TrainSettings
 from moe_graphs.lm.plan_command import optimizer_costs
 from moe_graphs.parallel import ParallelConfig
 from moe_graphs.planning.laid_out import lay_out
-from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep, local_part
+from moe_graphs.planning.planned_step import OptimizerCosts, PlannedStep
 from planned_layouts import MOE, laid_out
 
 # The model is wide enough for 8-bit states.

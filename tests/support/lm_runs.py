@@ -31,6 +31,14 @@ SCOPES = "attn,moe_router,moe_preprocess"
 QUIET = Progress(line=lambda line: None, note=lambda note: None)
 
 
+def save_checkpoint(run_directory: Path, trainer: Trainer, *, keep: int = 2) -> Path:
+    """Writes one checkpoint, as ``Checkpoints`` does, and waits for it."""
+    checkpoints = Checkpoints(run_directory, trainer, keep=keep)
+    path = checkpoints.save()
+    checkpoints.finish()
+    return path
+
+
 def small_preset(**settings) -> Preset:
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss_coef=0.01)
     model = TransformerConfig(

@@ -173,14 +173,14 @@ def find_scopes(model: nn.Module, config: GraphConfig) -> list[Scope]:
     return sorted(scopes, key=lambda scope: order[id(scope.module)])
 
 
-def some_patterns(model: nn.Module, count: int = 3) -> tuple[str, ...]:
-    """Patterns that select submodules of this model: repeated layers, and parts of a layer."""
+def some_patterns(model: nn.Module) -> tuple[str, ...]:
+    """Three patterns that select submodules of this model: repeated layers, parts of a layer."""
     named = [(n, m) for n, m in model.named_modules() if n and not _is_empty(m)]
     layers = [name for name, _ in named if name.rpartition(".")[2].isdigit() and "." in name]
     found = [f"{name.rpartition('.')[0]}.*" for name in layers]
     found += [f"*.{n.rpartition('.')[2]}" for n, _ in named if n.rpartition(".")[0] in layers]
     found += [f"*{name}" for name, _ in named if "." not in name]
-    return tuple(dict.fromkeys(found))[:count]
+    return tuple(dict.fromkeys(found))[:3]
 
 
 def _is_empty(module: nn.Module) -> bool:
