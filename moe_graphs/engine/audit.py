@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_graphs.config import check_audits
+from moe_graphs.engine.checkpointing import Checkpoints
 from moe_graphs.engine.ranks import ALONE, Ranks
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import address, is_plain, unwrap
@@ -95,6 +96,7 @@ class Comparison(Operations):
         named: gives tensors of the capture by the names that messages use.
         before: the state before the run. Values that the run writes are added to it, up to 64 MiB.
             None if nothing is ever put back.
+        checkpoint: what looks after torch's checkpoint inside.
 
     Attributes:
         difference: the first difference, for messages, or None.
@@ -106,8 +108,9 @@ class Comparison(Operations):
         origins: Origins,
         named: Callable[[], Mapping[str, Tensor]] = dict,
         before: Snapshot | None = None,
+        checkpoint: Checkpoints | None = None,
     ) -> None:
-        super().__init__(origins)
+        super().__init__(origins, checkpoint)
         self._lines, self._size, self._number = stream.lines(), stream.size, 0
         self._named, self._before = named, before
         self._kept: set[tuple[Any, ...]] = set()

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from moe_graphs.engine.checkpointing import WithoutRandomStates, hooks_of_others
+from moe_graphs.engine.checkpointing import Checkpoints, hooks_of_others
 from moe_graphs.engine.guards.bytecode_names import AccessedNames, unwatched
 from moe_graphs.engine.ranks import groups_in
 from moe_graphs.engine.reasons import remedy_at
@@ -278,16 +278,18 @@ class Operations(DispatchMode):
         ops: the operations, each with shapes and constants.
         memory: for each operation, the origins of its tensors.
         groups: process groups over which they communicate.
-        checkpoint: counts calls of torch's checkpoint inside.
+        checkpoint: what looks after torch's checkpoint inside.
     """
 
-    def __init__(self, origins: Origins | None = None) -> None:
+    def __init__(
+        self, origins: Origins | None = None, checkpoint: Checkpoints | None = None
+    ) -> None:
         super().__init__()
         self.origins = origins
         self.ops: list[tuple[Any, ...]] = []
         self.memory: list[tuple[Any, ...]] = []
         self.groups: set[dist.ProcessGroup] = set()
-        self.checkpoint = WithoutRandomStates()
+        self.checkpoint = checkpoint or Checkpoints()
 
     def __enter__(self) -> Self:
         self.checkpoint.__enter__()
@@ -357,6 +359,7 @@ class Trace(Operations):
         refuse: whether to refuse what a graph cannot have; otherwise writes are only noted.
         before: the snapshot that gets what is written outside of the block, to put it back.
         before_others: the snapshot for this, if it is only to get what is written of ``others``.
+        in_step: whether the block is a whole step.
 
     Attributes:
         read: addresses of memory from outside that was read, or written.
@@ -378,8 +381,9 @@ class Trace(Operations):
         refuse: bool = True,
         before: Snapshot | None = None,
         before_others: Snapshot | None = None,
+        in_step: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(checkpoint=Checkpoints(device) if in_step else None)
         self._device, self._strict, self._refuse, self._before = device, strict, refuse, before
         self._before_others = before_others
         self._known = {address(tensor) for tensor in known}
@@ -732,6 +736,7 @@ class TrialRun:
             generators=backend.generators if behind is None else (),
             before=before,
             before_others=before_others,
+            in_step=in_step,
         )
         if behind is not None:
             self.trace.goes_on_from(behind.trace)

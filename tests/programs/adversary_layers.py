@@ -264,6 +264,8 @@ case("checkpoint ends at the fourth step", tanh,
      loss=other_from_fourth(_mean, _checkpointed))  # fmt: skip
 case("checkpoint inside the scope", lambda s, x: checkpoint(s.l, x, use_reentrant=False))
 case("reentrant checkpoint inside the scope", lambda s, x: checkpoint(s.l, x, use_reentrant=True))
+case("checkpoint with dropout inside the scope", lambda s, x: checkpoint(
+    lambda y: functional.dropout(s.l(y), 0.5), x, use_reentrant=False))  # fmt: skip
 case("checkpoint_sequential over scope and eager layer", tanh, use=lambda m, x: (
     checkpoint_sequential([m.pre, m.sc], 2, x, use_reentrant=False)))  # fmt: skip
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+
+from moe_graphs.errors import CaptureError
 
 
 class Graph(abc.ABC):
@@ -24,6 +26,29 @@ class Graph(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """Frees the memory. Idempotent."""
+
+
+class RecordedDraws(abc.ABC):
+    """Random numbers of a block that recomputations within it draw again, in every replay.
+
+    Forwards under torch's checkpoint have numbers, in the order in which they run.
+    """
+
+    def __init__(self, begins: Sequence[int | None]) -> None:
+        self.begins = begins
+
+    def note(self, number: int) -> None:
+        """Notes where a forward begins that is being recorded.
+
+        Raises:
+            CaptureError: the trial run had fewer of them.
+        """
+        if number >= len(self.begins):
+            raise CaptureError("torch.utils.checkpoint is called more often than in a trial run")
+
+    @abc.abstractmethod
+    def again(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Context in which a recorded recomputation draws the numbers of its forward."""
 
 
 class MemoryMeter(contextlib.AbstractContextManager["MemoryMeter"]):
@@ -77,7 +102,18 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def record(self, pool: Any) -> contextlib.AbstractContextManager[list[Graph]]:
+    def new_draws(self, begins: Sequence[int | None]) -> RecordedDraws:
+        """Prepares a capture whose recomputations draw again what their forwards have drawn.
+
+        Args:
+            begins: for each forward under checkpoint, how far the default generator was behind the
+                begin of the block in a trial run, or None if it drew nothing.
+        """
+
+    @abc.abstractmethod
+    def record(
+        self, pool: Any, draws: RecordedDraws | None = None
+    ) -> contextlib.AbstractContextManager[list[Graph]]:
         """Records the block, on the stream of the captures, on whatever thread this is.
 
         The list holds the block's graph afterwards. On an exception nothing is left.

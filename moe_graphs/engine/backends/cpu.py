@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
+from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter, RecordedDraws
 from moe_graphs.engine.tensors import (
     arrived,
     communicates,
@@ -149,6 +150,44 @@ def _is_view(func: Any) -> bool:
     )
 
 
+class TapeDraws(RecordedDraws):
+    """States of the CPU's generator, which every replay of a tape notes anew."""
+
+    tape: Tape
+
+    def __init__(self, begins: Sequence[int | None]) -> None:
+        super().__init__(begins)
+        self._states: dict[Any, Tensor] = {}
+
+    def note(self, number: int) -> None:
+        super().note(number)
+        if self.begins[number] is not None:
+            self._do(self._keep, number)
+
+    @contextlib.contextmanager
+    def again(self, number: int) -> Iterator[None]:
+        if self.begins[number] is None:
+            yield
+            return
+        around = ("around", number)
+        self._do(self._keep, around)
+        self._do(self._return_to, number)
+        try:
+            yield
+        finally:
+            self._do(self._return_to, around)
+
+    def _do(self, function: Any, name: Any) -> None:
+        function(name)
+        self.tape.calls.append((_modes(), function, (name,), {}, [], False))
+
+    def _keep(self, name: Any) -> None:
+        self._states[name] = torch.get_rng_state()
+
+    def _return_to(self, name: Any) -> None:
+        torch.set_rng_state(self._states[name])
+
+
 class StorageMeter(MemoryMeter):
     """Follows the storages of what the operations of trial runs return.
 
@@ -211,9 +250,14 @@ class CpuRecorder(Backend):
     def new_pool(self, nbytes: int = 0) -> None:
         return None
 
+    def new_draws(self, begins: Sequence[int | None]) -> TapeDraws:
+        return TapeDraws(begins)
+
     @contextlib.contextmanager
-    def record(self, pool: None) -> Iterator[list[Graph]]:
+    def record(self, pool: None, draws: RecordedDraws | None = None) -> Iterator[list[Graph]]:
         tape = Tape()
+        if isinstance(draws, TapeDraws):
+            draws.tape = tape
         graphs: list[Graph] = []
         with noting_resizes(tape.resized), _Recorder(tape):
             yield graphs

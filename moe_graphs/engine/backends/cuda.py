@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter
+from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter, RecordedDraws
 from moe_graphs.engine.snapshot import no_garbage_collection
 from moe_graphs.engine.tensors import span_bytes
 
@@ -25,8 +25,9 @@ _LARGE_POOL = 64 << 20
 
 
 class CudaGraph(Graph):
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, draws: GeneratorDraws | None = None) -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
+        self._draws = draws
 
     @functools.cached_property
     def kernels(self) -> int | None:
@@ -34,12 +35,51 @@ class CudaGraph(Graph):
 
     def replay(self) -> None:
         assert self.graph is not None
+        if self._draws is not None:
+            self._draws.follow()
         self.graph.replay()
 
     def release(self) -> None:
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
+
+
+class GeneratorDraws(RecordedDraws):
+    """Generators of recomputations: each begins where the default one was before their forward.
+
+    A graph adds what it has drawn so far to the offset that a generator has when it is replayed. No
+    recorded operation can go back, so each recomputation draws from a generator of its own, by
+    torch's ``graphsafe_set_state``.
+    """
+
+    def __init__(self, default: torch.Generator, begins: Sequence[int | None]) -> None:
+        super().__init__(begins)
+        self._default = default
+        self.generators = {
+            number: torch.Generator(default.device)
+            for number, begin in enumerate(begins)
+            if begin is not None
+        }
+
+    @contextlib.contextmanager
+    def again(self, number: int) -> Iterator[None]:
+        if number not in self.generators:
+            yield
+            return
+        around = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self.generators[number])
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(around)
+
+    def follow(self) -> None:
+        """Places all generators by the default one, before a replay."""
+        seed, offset = self._default.initial_seed(), self._default.get_offset()
+        for number, generator in self.generators.items():
+            generator.manual_seed(seed)
+            generator.set_offset(offset + (self.begins[number] or 0))
 
 
 class AllocatorMeter(MemoryMeter):
@@ -119,10 +159,13 @@ class CudaGraphs(Backend):
         self._pieces[pool] = nbytes
         return pool
 
+    def new_draws(self, begins: Sequence[int | None]) -> GeneratorDraws:
+        return GeneratorDraws(self._default_generator, begins)
+
     @contextlib.contextmanager
-    def record(self, pool: Any) -> Iterator[list[Graph]]:
+    def record(self, pool: Any, draws: RecordedDraws | None = None) -> Iterator[list[Graph]]:
         self._make_workspaces()
-        with self._record(pool) as graphs:
+        with self._record(pool, draws) as graphs:
             self.cache_piece(self._pieces.pop(pool, 0))  # it stays with the pool
             yield graphs
 
@@ -153,10 +196,11 @@ class CudaGraphs(Backend):
             graph.release()
 
     @contextlib.contextmanager
-    def _record(self, pool: Any) -> Iterator[list[Graph]]:
+    def _record(self, pool: Any, draws: RecordedDraws | None = None) -> Iterator[list[Graph]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         graphs: list[Graph] = []
-        for generator in self.generators:
+        own = draws if isinstance(draws, GeneratorDraws) else None
+        for generator in (*self.generators, *(own.generators.values() if own else ())):
             graph.register_generator_state(generator)
         with no_garbage_collection(), self.on_stream():
             # The mode is thread_local because a data loader's or NCCL's thread may call CUDA during
@@ -169,7 +213,7 @@ class CudaGraphs(Backend):
                 raise
             graph.capture_end()
         graph.instantiate()
-        graphs.append(CudaGraph(graph))
+        graphs.append(CudaGraph(graph, own))
 
     def random_position(self) -> Any:
         generators = (self._default_generator, *self.generators)

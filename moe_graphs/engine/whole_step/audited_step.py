@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Comparison, named_tensors
+from moe_graphs.engine.checkpointing import Checkpoints
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import apart, tensor_leaves
 from moe_graphs.engine.whole_step.capture_step import origins_of_step, without_room_for_gaps
@@ -73,7 +74,9 @@ def audited_step(
     if may_undo:
         guards = [recorded.guards.present()]
         before = Snapshot(definition.backend, guards=guards, gradients_of=parameters)
-    comparison = Comparison(audit.forward, origins, named, before)
+    comparison = Comparison(
+        audit.forward, origins, named, before, Checkpoints(definition.backend.device)
+    )
     with comparison.undone_without_memory(), comparison:
         result = definition.run(pytree.tree_unflatten(given, structure))
     outputs = pytree.tree_leaves(result)

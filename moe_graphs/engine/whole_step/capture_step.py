@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Audits
+from moe_graphs.engine.checkpointing import Checkpoints
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
 from moe_graphs.engine.guards.bytecode_names import AccessedNames
@@ -222,7 +223,9 @@ def _record(
     versions = [tensor._version for tensor in tensors]
     # Memory that eager runs left in the allocator's cache would lie beside the graph's own pool.
     definition.backend.release()
-    with definition.backend.record(prepared.pool) as graphs, operations:
+    draws = definition.backend.new_draws(seen.traces[-1].checkpoint.begins)
+    operations.checkpoint = Checkpoints(recorded=draws)
+    with definition.backend.record(prepared.pool, draws) as graphs, operations:
         outputs = definition.run(batch.tree())
     both = zip(tensors, versions, strict=True)
     written = [tensor for tensor, version in both if tensor._version != version]
@@ -543,7 +546,7 @@ class StepVerification:
         self._batch, self._found = batch, found
         self._entry = [None if g is None else g.detach().clone() for g in found]
         self._strategy = ByFingerprint(ranks.any)
-        self._operations = Operations()
+        self._operations = Operations(checkpoint=Checkpoints(definition.backend.device))
         # Around the first run.
         self._watch: contextlib.AbstractContextManager[Any] = self._operations
 

@@ -292,8 +292,8 @@ def _fail_while_recording(patch, step, toy, where, failure):
     original = backend.record
 
     @contextlib.contextmanager
-    def record(pool):
-        with original(pool) as graphs:
+    def record(*given):
+        with original(*given) as graphs:
             if where == "after":
                 yield graphs
             if failure == "memory":
