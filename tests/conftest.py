@@ -94,11 +94,23 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _short_samples() -> None:
-    """Runs of the command in this process sample eight tokens, each of which is a forward."""
-    from moe_graphs.lm import sample
+def _short_ends() -> None:
+    """Runs of the command in this process sample eight tokens, each of which is a forward.
+
+    They draw no picture (`drawn`), which takes as long as four of their steps.
+    """
+    from moe_graphs.lm import run, sample
 
     sample._NEW_TOKENS = 8
+    run.draw_losses = lambda *_, **__: None
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of the command in this process draw their pictures."""
+    from moe_graphs.lm import picture, run
+
+    monkeypatch.setattr(run, "draw_losses", picture.draw_losses)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ def last_line(result: Result) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_prints_its_lines_its_capture_and_its_result(text, tmp_path):
     result = invoke(*SMALL, "--data", text, "--steps", 6, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.stderr
