@@ -18,8 +18,6 @@ from moe_graphs.kernels.choose_experts.reference import Choice, RoutingRule, cho
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.precision import accumulation_dtype
 
-_HAS_FP32_OUTPUT = hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8
-
 
 def route(
     hidden_TD: Tensor,
@@ -125,7 +123,7 @@ def _tensor_core_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def _has_exact_products(hidden_TD: Tensor, weight_ED: Tensor) -> bool:
     """Whether the operands can be multiplied as they are, with an fp32 result."""
     narrow = hidden_TD.dtype == weight_ED.dtype and hidden_TD.element_size() == 2
-    return narrow and hidden_TD.is_cuda and _HAS_FP32_OUTPUT
+    return narrow and hidden_TD.is_cuda
 
 
 def _gradients(
