@@ -49,7 +49,9 @@ def test_fake_tensors_take_the_bytes_of_real_ones(case):
     assert bool(held["packed"]) == bool(held["scratch"]) == (case.contender in fine_tuning.PACKED)
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize(
+    "case", [*CASES[::2], *(pytest.param(each, marks=pytest.mark.long) for each in CASES[1::2])]
+)
 def test_every_further_layer_takes_as_much(case, monkeypatch):
     large = dict(case.size.model, num_hidden_layers=6)
     monkeypatch.setattr(fine_tuning, "SMALL", large)
