@@ -17,7 +17,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -36,8 +36,8 @@ EVALUATED = 100  # steps between two evaluations of the presets
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
-def run_all(options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Rows of all runs that ended well.
+def run_all(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+    """Rows of all runs, each once its run has ended.
 
     Raises:
         RuntimeError: a run failed; the message has the end of its output.
@@ -50,7 +50,7 @@ def run_all(options: argparse.Namespace, folder: Path) -> list[Row]:
     length: list[str] = []
     if options.smoke:  # evaluating on the library takes minutes there
         length = [*short, "--data", str(options.text)]
-    rows = [_trained(options, FIRST, first, ["--preset", preset, *options.first, *length, *device])]
+    yield _trained(options, FIRST, first, ["--preset", preset, *options.first, *length, *device])
     _run([*EXPORT, str(first), "--out", str(model), "--format", "transformers"], options.end)
     common = ["--steps", str(options.steps), *device]
     common += ["--learning-rate", "3e-4", "--warmup-steps", str(options.steps // 10)]
@@ -60,8 +60,7 @@ def run_all(options: argparse.Namespace, folder: Path) -> list[Row]:
         CONTINUED: ["--init", str(model)],
     }.items():
         out = folder / contender.replace(" ", "_")
-        rows.append(_trained(options, contender, out, [*begin, *common, "--no-save"]))
-    return rows
+        yield _trained(options, contender, out, [*begin, *common, "--no-save"])
 
 
 def _trained(options: argparse.Namespace, contender: str, out: Path, given: list[str]) -> Row:
@@ -114,14 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warmup = str(max(1, options.first_steps // 10))
     options.first = ["--steps", str(options.first_steps), "--warmup-steps", warmup]
     stamp = environment.stamp(options.commit)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [row | {"environment": stamp} for row in run_all(options, Path(folder))]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, options.out.open("a") as file:
+        for row in run_all(options, Path(folder)):
+            rows.append(row | {"environment": stamp})
+            print(json.dumps(rows[-1]), file=file, flush=True)
             curve = [[step, round(bits, 4)] for step, _, bits in row["held_out_curve"]]
-            print(row["contender"], "held out, by steps:", curve, f"in {row['seconds']:.0f} s")
+            print(row["contender"], "held out, by steps:", curve, f"in {row['seconds']:.0f} s",
+                  flush=True)  # fmt: skip
     picture = options.out.with_suffix(".png")
     draw(rows).savefig(picture, dpi=150)
     print(picture)

@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 SHOWN = ("trainer", "contender", "tokens_per_second", "step_ms", "generation_ms", "share",
-         "lengths", "error")  # fmt: skip
+         "max_allocated_bytes", "lengths", "error")  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())
