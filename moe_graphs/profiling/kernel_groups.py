@@ -38,7 +38,7 @@ GROUPS = (
     ),
     Group(
         "grouped GEMM",
-        r"^(gathered_|fp8_)?(rows|weights)_(pointer|tma|gluon)_kernel"
+        r"^(fp8_)?(rows|weights)_(pointer|tma|gluon)_kernel"
         r"|^(zero_tail|row_tiles|add_tail|expert_order|add_partials)_kernel"
         r"|GroupProblemShape|grouped_?gemm|^_(sdd|dsd|dds)_kernel",
         r"grouped_gemm|gather_gemm|_(Grouped|Gather)Gemm|_DownProjection|_ExpertsInFP8|_grouped_mm",
@@ -79,7 +79,7 @@ GROUPS = (
         r"^(fp8_)?(spread|collect|dot)_kernel|permute",
         r"_Permute|_Unpermute|(spread|collect|dot)_rows|fp8_spread",
     ),
-    Group("to FP8", r"^fp8_(quantize|weights)_kernel", r"fp8_(quantize|weights)$"),
+    Group("to FP8", r"^fp8_(quantize|weights|columns)_kernel", r"fp8_(quantize|weights|columns)$"),
     Group("weights in few bits", r"^(four_bits|float8)_kernel", r"packed_product"),
     Group("swiglu", r"swiglu|[sS]i_?[lL][uU]", r"swiglu|_SwiGLU|silu|Silu"),
     Group(
