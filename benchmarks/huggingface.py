@@ -55,6 +55,14 @@ class HuggingFaceSetting:
     def tokens(self) -> int:
         return self.batch_size * self.sequence
 
+    @property
+    def num_kv_heads(self) -> int:
+        return max(1, self.num_heads // 8)
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size * 2 // self.num_heads
+
     def describe(self) -> str:
         return (
             f"transformers' Qwen3-MoE, {self.num_layers} layers, hidden {self.hidden_size}, "
@@ -85,8 +93,8 @@ class HuggingFaceRun(Run):
             hidden_size=setting.hidden_size,
             num_hidden_layers=setting.num_layers,
             num_attention_heads=setting.num_heads,
-            num_key_value_heads=max(1, setting.num_heads // 8),
-            head_dim=setting.hidden_size * 2 // setting.num_heads,
+            num_key_value_heads=setting.num_kv_heads,
+            head_dim=setting.head_dim,
             num_experts=setting.num_experts,
             num_experts_per_tok=setting.top_k,
             moe_intermediate_size=setting.ffn_hidden_size,

@@ -16,15 +16,15 @@ from full_iteration import settings as of_whole_steps
 from huggingface import HuggingFaceSetting
 from huggingface import settings as of_transformers
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
+from moe_graphs.lm.metrics import HOPPER_PEAK
 from peer_models.cases import cases as of_peers
 from result_lines import Line
 
-PEAK = 989e12  # dense bf16 FLOP/s of an H100 or H200 (SXM), by the data sheet
 HEADER = "model TFLOP/s, of peak"
 
 
 def cell(flops_per_second: float) -> str:
-    return f"{flops_per_second / 1e12:.0f}, {flops_per_second / PEAK:.0%}"
+    return f"{flops_per_second / 1e12:.0f}, {flops_per_second / HOPPER_PEAK:.0%}"
 
 
 def cell_of(line: Line) -> str:
@@ -61,8 +61,8 @@ def _of_transformers(setting: HuggingFaceSetting) -> TransformerConfig:
         hidden_size=setting.hidden_size,
         num_layers=setting.num_layers,
         num_heads=setting.num_heads,
-        num_kv_heads=max(1, setting.num_heads // 8),
-        head_dim=setting.hidden_size * 2 // setting.num_heads,
+        num_kv_heads=setting.num_kv_heads,
+        head_dim=setting.head_dim,
         vocab_size=setting.vocab_size,
         max_sequence_length=setting.sequence,
         qk_norm="head",

@@ -16,7 +16,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from moe_graphs.engine.guards.bytecode_names import AccessedNames
 from moe_graphs.engine.guards.guards import Guards
 from moe_graphs.engine.snapshot import Snapshot
 from moe_graphs.engine.tensors import tensor_leaves, unwrap
-from moe_graphs.engine.tracing import DispatchMode, is_of_the_user
+from moe_graphs.engine.tracing import DispatchMode, frame_of_the_user
 from moe_graphs.engine.verify import Anywhere
 from moe_graphs.engine.whole_step.optimizers import FirstStepState
 from moe_graphs.errors import NonFiniteError
@@ -310,9 +309,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _user_line() -> str:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame, _ = frame_of_the_user(sys._getframe(1))
     return (
         "unknown source line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     )

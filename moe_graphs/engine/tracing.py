@@ -16,7 +16,7 @@ import hashlib
 import pathlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -110,6 +110,14 @@ _NOT_OF_THE_USER = (
 def is_of_the_user(filename: str) -> bool:
     """Whether a line of code belongs neither to torch nor to the engine."""
     return not filename.startswith(_NOT_OF_THE_USER)
+
+
+def frame_of_the_user(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    """The innermost frame from this one on that is the user's, or None, and how far away it is."""
+    away = 0
+    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
+        frame, away = frame.f_back, away + 1
+    return frame, away
 
 
 _PLAIN_ARGUMENTS = (

@@ -22,14 +22,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_graphs.engine.tensors import owned_leaves, unwrap
-from moe_graphs.engine.tracing import is_of_the_user
+from moe_graphs.engine.tracing import frame_of_the_user
 from moe_graphs.errors import GraphWarning
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -387,10 +386,9 @@ def _describe(name: str, a: Tensor, b: Tensor) -> Difference:
     flat = int(differing.view(torch.uint8).argmax())  # the first one, without a list of all
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape))
     values = a[index].item(), b[index].item()
-    count, relative = int(differing.sum()), math.inf
-    if a.is_floating_point() and _largest(a).isfinite():
-        relative = float(_distance(a, b) / _largest(a).clamp(min=sys.float_info.min))
-    return Difference(name, index, *values, count, _is_rounding(a, b), relative)
+    relative = _relative_distance(a, b)
+    is_rounding = relative <= _rounding_of(a)
+    return Difference(name, index, *values, int(differing.sum()), is_rounding, relative)
 
 
 def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None) -> bool:
@@ -401,18 +399,26 @@ def is_noise(eager: Tensor | None, again: Tensor | None, replayed: Tensor | None
     if eager is None or again is None or replayed is None or same_bits(eager, again):
         return False
     eager, again, replayed = unwrap(eager), unwrap(again), unwrap(replayed)
-    if not eager.is_floating_point() or _is_rounding(eager, replayed):
+    if not eager.is_floating_point() or _relative_distance(eager, replayed) <= _rounding_of(eager):
         return True
     if not _largest(eager).isfinite():
         return not bool(_largest(replayed).isfinite())
     return bool(_distance(eager, replayed) <= _NOISE * _distance(eager, again))
 
 
-def _is_rounding(a: Tensor, b: Tensor) -> bool:
-    if not a.is_floating_point():
-        return False
-    # The comparison is False for values that are not finite.
-    return bool(_distance(a, b) <= 16 * torch.finfo(a.dtype).eps * _largest(a))
+def _relative_distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two elements, relative to the largest of ``a``.
+
+    Infinite or NaN where values are not finite, or are no floating point numbers.
+    """
+    if not a.is_floating_point() or not _largest(a).isfinite():
+        return math.inf
+    return float(_distance(a, b) / _largest(a).clamp(min=sys.float_info.min))
+
+
+def _rounding_of(tensor: Tensor) -> float:
+    """The relative distance that sums in another order may have; 0 for whole numbers."""
+    return 16 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -514,8 +520,5 @@ def warn(message: str) -> None:
 
     The warning has the line of the user's code that led here.
     """
-    frame: FrameType | None = sys._getframe(1)
-    depth = 2
-    while frame is not None and not is_of_the_user(frame.f_code.co_filename):
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, GraphWarning, stacklevel=depth)
+    _, away = frame_of_the_user(sys._getframe(1))
+    warnings.warn(message, GraphWarning, stacklevel=2 + away)

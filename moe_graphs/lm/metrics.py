@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+HOPPER_PEAK = 989e12  # dense bf16 FLOP/s of an H100 or H200 (SXM), by the data sheet
+
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s from the data sheet, or None if it is not known."""
@@ -21,7 +23,7 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     is_sxm = ("H100" in name or "H200" in name) and "PCIe" not in name and "NVL" not in name
-    return 989e12 if is_sxm else None
+    return HOPPER_PEAK if is_sxm else None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ kernels, and holds reproductions of the first two, which are silent miscompiles,
    hardware does not take it for plain memory again: when another process gets the GPU in between,
    a partition may read the barrier's initial value, 0x1ffffe, instead of its argument.
 """
+# ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
 import functools
 from typing import Any
@@ -28,6 +29,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.portable_tma import ragged_template
 from moe_graphs.kernels.gemm.tile_scheduler import BAND
 from moe_graphs.kernels.launching import on_memory
@@ -98,6 +100,12 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def boxes_of(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT boxes of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -225,6 +233,14 @@ def zero_chunk(out_ptr, chunk, e, size, CHUNK: gl.constexpr):
     at = chunk * CHUNK + gl.arange(0, CHUNK, layout=layout)
     zero = gl.zeros([CHUNK], out_ptr.dtype.element_ty, layout=layout)
     gl.store(out_ptr + e.to(gl.int64) * size + at, zero, mask=at < size)
+
+
+def tile_constants(v: Variant, grid: int) -> dict[str, int]:
+    """The constants of a variant's tile, and of the grid, for a kernel over rows in steps of K."""
+    return {
+        "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "STAGES": v.stages,
+        "GRID": grid, "num_warps": v.warps,
+    }  # fmt: skip
 
 
 def ragged_descriptor(rows: torch.Tensor, box: tuple[int, int]) -> TensorDescriptor:

@@ -15,7 +15,6 @@ of the tile: 64 and 128 registers a thread.
 Ring, producer and work list are those of sm90_rows. Scales come straight from memory, those of rows
 two steps ahead of their use, since each lies in another line.
 """
-# ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
 from typing import Any, NamedTuple
 
@@ -33,12 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.sm90_common import (
+    boxes_of,
     make_barriers,
     matrix_descriptor,
     next_slot,
     place,
     ragged_descriptor,
     store_rows,
+    tile_constants,
 )
 from moe_graphs.kernels.gemm.sm90_rows import Barriers, Kind, Ring, Work, produce, record_of
 from moe_graphs.kernels.gemm.tile_scheduler import COUNT_RECORDS, WorkList
@@ -182,15 +183,9 @@ def fp8_rows_gluon_kernel(
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True, PINGPONG, False, 0, 0, GRID)
-    x_ring = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
-    )
-    w_ring = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
-    )
-    out_buffers = gl.allocate_shared_memory(
-        out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout
-    )
+    x_ring = boxes_of(x_desc, STAGES)
+    w_ring = boxes_of(w_desc, STAGES)
+    out_buffers = boxes_of(out_desc, 2)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
     turn = make_barriers(2, 1) if PINGPONG else empty
@@ -233,8 +228,5 @@ def fp8_rows_launch(
         ragged_descriptor(out_RN, (v.block_m // 2, 128)),
         work.records, work.count, out_RN.shape[1], x_RK.shape[1],
     )  # fmt: skip
-    kind = {
-        "PINGPONG": v.pingpong, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k,
-        "STAGES": v.stages, "GRID": grid, "num_warps": v.warps,
-    }  # fmt: skip
+    kind = {"PINGPONG": v.pingpong} | tile_constants(v, grid)
     return Launch(fp8_rows_gluon_kernel, grid, args, kind)

@@ -10,7 +10,6 @@ for each 128 columns of the tile, and a step is what it is for rows: `sm90_fp8.m
 Tiles and their order are those of sm90_weights, ring and turns those of sm90_fp8. An expert without
 rows has tiles of no steps, which come last.
 """
-# ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
 from typing import Any, NamedTuple
 
@@ -21,12 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.sm90_common import (
+    boxes_of,
     make_barriers,
     matrix_descriptor,
     next_slot,
     place,
     rounds_of,
     store_weights,
+    tile_constants,
     tile_of,
     tma_load,
 )
@@ -153,15 +154,9 @@ def fp8_weights_gluon_kernel(
 ):  # fmt: skip
     """Persistent over records x M tiles x N tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PINGPONG, GRID)
-    x_ring = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
-    )
-    dy_ring = gl.allocate_shared_memory(
-        dy_desc.dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout
-    )
-    dw_buffers = gl.allocate_shared_memory(
-        dw_desc.dtype, [2] + dw_desc.block_type.shape, dw_desc.layout
-    )
+    x_ring = boxes_of(x_desc, STAGES)
+    dy_ring = boxes_of(dy_desc, STAGES)
+    dw_buffers = boxes_of(dw_desc, 2)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
     turn = make_barriers(2, 1) if PINGPONG else empty
@@ -204,8 +199,5 @@ def fp8_weights_launch(
         matrix_descriptor(dw_EMN, (v.block_m // 2, BLOCK.value)),
         work.records, work.count, *dw_EMN.shape[1:], x_scales.shape[1],
     )  # fmt: skip
-    kind = {
-        "PINGPONG": v.pingpong, "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k,
-        "STAGES": v.stages, "GRID": grid, "num_warps": v.warps,
-    }  # fmt: skip
+    kind = {"PINGPONG": v.pingpong} | tile_constants(v, grid)
     return Launch(fp8_weights_gluon_kernel, grid, args, kind)

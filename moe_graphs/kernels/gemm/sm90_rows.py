@@ -24,7 +24,6 @@ multiplies LAST columns only, the first of a slot, which lie as the first of eve
 Measured on an H200 (sustained): 0.93-1.02 of one dense cuBLAS GEMM from 1024 rows per expert on,
 0.80-0.98 at 256 to 320. Cut along K, 4.4 rounds of tiles take 4.5: 520 -> 575 TFLOP/s.
 """
-# ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
 from typing import Any, NamedTuple
 
@@ -42,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_graphs.kernels.gemm.heuristics import Pair, Variant
 from moe_graphs.kernels.gemm.sm90_common import (
+    boxes_of,
     make_barriers,
     matrix_descriptor,
     next_slot,
@@ -51,6 +51,7 @@ from moe_graphs.kernels.gemm.sm90_common import (
     ragged_descriptor,
     store_partial,
     store_rows,
+    tile_constants,
     tma_load,
 )
 from moe_graphs.kernels.gemm.tile_scheduler import (
@@ -308,15 +309,9 @@ def rows_gluon_kernel(
     KIND: gl.constexpr = Kind(
         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, TRANSPOSED, PINGPONG, SPLITS, BESIDE, LAST, GRID,
     )  # fmt: skip
-    x_ring = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
-    )
-    w_ring = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
-    )
-    out_buffers = gl.allocate_shared_memory(
-        out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout
-    )
+    x_ring = boxes_of(x_desc, STAGES)
+    w_ring = boxes_of(w_desc, STAGES)
+    out_buffers = boxes_of(out_desc, 2)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1 if PINGPONG else 2)
     turn = make_barriers(2, 1) if PINGPONG else empty
@@ -375,7 +370,7 @@ def rows_launch(
     kind: dict[str, int]
     kind = {"PINGPONG": v.pingpong, "SPLITS": partials is not None, "TRANSPOSED": transposed}
     kind |= {"BESIDE": v.steps(beside), "LAST": last_columns(v, beside)}
-    return Launch(rows_gluon_kernel, grid, args, kind | _tile(v, grid))
+    return Launch(rows_gluon_kernel, grid, args, kind | tile_constants(v, grid))
 
 
 def last_columns(v: Variant, beside: Pair | None) -> int:
@@ -385,10 +380,3 @@ def last_columns(v: Variant, beside: Pair | None) -> int:
     rest = beside[0].shape[1] - (v.steps(beside) - 1) * v.block_k
     columns = max(next_power_of_2(rest), 16)  # a WGMMA takes 16
     return columns if columns < v.block_k else 0
-
-
-def _tile(v: Variant, grid: int) -> dict[str, int]:
-    return {
-        "BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_K": v.block_k, "STAGES": v.stages,
-        "GRID": grid, "num_warps": v.warps,
-    }  # fmt: skip

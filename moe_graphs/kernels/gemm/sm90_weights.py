@@ -19,7 +19,6 @@ Measured on an H200 (2026-11-21, sustained), of one dense cuBLAS GEMM: bf16 (coo
 from 1024 rows per expert on, 0.82 at 512, 0.65-0.71 at 256; fp32 (ping-pong, whose stores go beside
 products) 0.87-0.96 and 0.74.
 """
-# ruff: noqa: RUF005 (Triton's frontend has no starred lists)
 
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.sm90_common import (
+    boxes_of,
     fetch_weights,
     make_barriers,
     matrix_descriptor,
@@ -278,15 +278,9 @@ def weights_gluon_kernel(
     KIND: gl.constexpr = Kind(
         PINGPONG, ADD, SPLITS, PIECES, BUFFERS, BLOCK_M, BLOCK_N, BLOCK_R, STAGES, GRID, CHUNK
     )
-    x_ring = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
-    )
-    dy_ring = gl.allocate_shared_memory(
-        dy_desc.dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout
-    )
-    dw_buffers = gl.allocate_shared_memory(
-        dw_desc.dtype, [2 * BUFFERS] + dw_desc.block_type.shape, dw_desc.layout
-    )
+    x_ring = boxes_of(x_desc, STAGES)
+    dy_ring = boxes_of(dy_desc, STAGES)
+    dw_buffers = boxes_of(dw_desc, 2 * BUFFERS)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 1 if PINGPONG else 2)
     turn = make_barriers(2, 1) if PINGPONG else empty

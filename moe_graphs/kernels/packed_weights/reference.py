@@ -173,6 +173,15 @@ class _FourBits(PackedFormat):
         """Scales in fp32."""
 
 
+def _coded(numbers_XB: Tensor, values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """The nearest of these values for each number over its block's largest one, and the latter."""
+    largest_X = numbers_XB.abs().amax(1)
+    unit_XB = numbers_XB * (1.0 / largest_X.clamp(min=_TINY)).unsqueeze(1)
+    table = torch.tensor(values, dtype=torch.float32, device=numbers_XB.device)
+    bounds = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(unit_XB, bounds, out_int32=True).to(torch.uint8), largest_X
+
+
 class NF4(_FourBits):
     """Quantiles of a normal distribution times the largest number of a block.
 
@@ -186,11 +195,7 @@ class NF4(_FourBits):
     block, values, high_first = 64, NF4_VALUES, True
 
     def _blocks(self, weight_XB: Tensor) -> tuple[Tensor, Tensor]:
-        largest_X = weight_XB.abs().amax(1)
-        unit_XB = weight_XB * (1.0 / largest_X.clamp(min=_TINY)).unsqueeze(1)
-        values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=weight_XB.device)
-        bounds = (values[1:] + values[:-1]) / 2
-        return torch.bucketize(unit_XB, bounds, out_int32=True).to(torch.uint8), largest_X
+        return _coded(weight_XB, NF4_VALUES)
 
     def _factors(self, scales: Tensor, *others: Tensor) -> Tensor:
         return scales
@@ -220,13 +225,8 @@ class DoubleNF4(NF4):
         offset = scales_X.mean()
         count = len(scales_X)
         rest_X = nn.functional.pad(scales_X - offset, (0, -count % self.group))
-        rest_GX = rest_X.view(-1, self.group)
-        largest_G = rest_GX.abs().amax(1)
-        unit_GX = rest_GX * (1.0 / largest_G.clamp(min=_TINY)).unsqueeze(1)
-        values = torch.tensor(DYNAMIC_VALUES, dtype=torch.float32, device=scales_X.device)
-        found_GX = torch.bucketize(unit_GX, (values[1:] + values[:-1]) / 2, out_int32=True)
-        short_X = found_GX.view(-1)[:count].to(torch.uint8)
-        return codes, short_X, largest_G, offset.expand_as(largest_G)
+        short_GX, largest_G = _coded(rest_X.view(-1, self.group), DYNAMIC_VALUES)
+        return codes, short_GX.view(-1)[:count], largest_G, offset.expand_as(largest_G)
 
     def _factors(self, scales: Tensor, *others: Tensor) -> Tensor:
         values = torch.tensor(DYNAMIC_VALUES, dtype=torch.float32, device=scales.device)
