@@ -24,12 +24,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests run side by side (pytest -n), and are small: threads only get in each other's way.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
+    _cards_by_turns(config)
     _before_transformer_engine_is_imported()
     hypothesis.settings.load_profile("new" if config.getoption("--full-grids") else "same")
     if (path := config.getoption("--record-run")) and not hasattr(config, "workerinput"):
         suite = config.getoption("--record-suite") or " ".join(config.invocation_params.args)
         commit = config.getoption("--record-commit")
         config.pluginmanager.register(suite_runs.Recorder(Path(path), commit, suite))
+
+
+def _cards_by_turns(config: pytest.Config) -> None:
+    """Let each process of pytest -n begin with another GPU, where nobody chose the GPUs."""
+    worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
+    cards = list(map(str, range(torch.cuda.device_count())))
+    if len(cards) > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker.removeprefix("gw")) % len(cards)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first:] + cards[:first])
 
 
 def _before_transformer_engine_is_imported() -> None:
