@@ -35,9 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _cards_by_turns(config: pytest.Config) -> None:
     """Let each process of pytest -n begin with another GPU, where nobody chose the GPUs."""
-    worker = getattr(config, "workerinput", {}).get("workerid", "gw0")
+    worker = getattr(config, "workerinput", {}).get("workerid")
     cards = list(map(str, range(torch.cuda.device_count())))
-    if len(cards) > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    if worker and len(cards) > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = int(worker.removeprefix("gw")) % len(cards)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first:] + cards[:first])
 
