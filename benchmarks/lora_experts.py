@@ -7,11 +7,10 @@ All contenders share one process, its weights and its routing, and take turns in
 graphs of several calls, median of the rounds. Factors are those of PEFT: fp32, in PEFT's layout.
 
 - `frozen`: experts without adapters.
-- `ours`: the product of the factors is added within the sum of the grouped GEMM.
-- `whole steps`: the last step of that sum multiplies 64 columns, whatever the rank is.
+- `ours`: one pass over the rows multiplies them by the weight and by the first factor.
+- `two passes`: the product with the first factor has a kernel of its own.
+- `copied rows`: the gradient of the first factor reads a copy of the rows, not the tokens.
 - `apart`: two products that are rounded, and a pass that adds them.
-- `..., all again`: checkpointing runs the whole forward again, not up to the last tensor that is
-  kept. `apart, all again` is how it was done before 2026-11-26.
 
 Gate first: gradients of `ours` and of `apart` are as far apart as bf16 rounds. The line has the
 time of single products, too. `--tiny` runs a small shape on the CPU, without times.
@@ -33,14 +32,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from measured_cases import measure_cases
 from moe_graphs.bench.timing import capture_burst, elapsed
 from moe_graphs.kernels import gemm, route_rows
-from moe_graphs.kernels.availability import has_triton
+from moe_graphs.kernels.gemm import heuristics
 from moe_graphs.kernels.routed_experts import lora, sums
 
 CALLS, APART = 4, 2e-2
@@ -113,29 +112,39 @@ def added_apart(x: Tensor, w: Tensor, low: Tensor, b: Tensor, offsets: Tensor) -
     return first.add_(gemm.grouped_gemm_forward(low, b, offsets, False))
 
 
+def both_apart(
+    x: Tensor, w: Tensor, a: Tensor, b: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    low = gemm.grouped_gemm_forward(x, a, offsets, False)
+    return added_apart(x, w, low, b, offsets), low
+
+
+def of_copied_rows(tokens: Tensor, grad: Tensor, a: Tensor, *given: Any) -> Tensor:
+    order, inverse, ends, *options = given
+    rows = lora._rows(tokens, order, inverse, *options)
+    return gemm.gradient_of_weights(rows, grad, ends, gemm.is_transposed(a))
+
+
 @contextlib.contextmanager
 def way(name: str) -> Iterator[None]:
     """The way in which a contender computes."""
     with contextlib.ExitStack() as stack:
-        if name.startswith("apart"):
-            patch = mock.patch.object(sums, "grouped_gemm_with_lora", added_apart)
-            stack.enter_context(patch)
-        if name == "whole steps" and has_triton():
-            from moe_graphs.kernels.gemm import sm90_rows
-
-            stack.enter_context(mock.patch.object(sm90_rows, "last_columns", return_value=0))
-        stack.enter_context(set_checkpoint_early_stop(not name.endswith("all again")))
+        if name == "two passes":
+            two_passes = mock.patch.object(heuristics.Variant, "adds_lora", return_value=False)
+            stack.enter_context(two_passes)
+        if name == "copied rows":
+            stack.enter_context(mock.patch.object(lora, "_gradient_of_factor", of_copied_rows))
+        if name == "apart":
+            stack.enter_context(mock.patch.object(sums, "lora_gemm", both_apart))
         yield
 
 
 def contenders(layer: Layer, checkpointing: bool) -> dict[str, Step]:
     def run(name: str) -> list[Tensor]:
         with way(name):
-            return layer.step(not name.startswith("frozen"), checkpointing)
+            return layer.step(name != "frozen", checkpointing)
 
-    names = ["frozen", "ours", "whole steps", "apart"]
-    if checkpointing:
-        names += [f"{name}, all again" for name in ("frozen", "ours", "apart")]
+    names = ["frozen", "ours", "two passes", "copied rows", "apart"]
     return {name: functools.partial(run, name) for name in names}
 
 
@@ -150,6 +159,7 @@ def products(layer: Layer) -> dict[str, Callable[[], Any]]:
     return {
         "x w": lambda: gemm.grouped_gemm_forward(rows, layer.w1, ends, False),
         "x w + low b": lambda: gemm.grouped_gemm_with_lora(rows, layer.w1, low, b, ends),
+        "x w + (x a) b": lambda: gemm.lora_gemm(rows, layer.w1, a, b, ends),
         "x w + low b, apart": lambda: added_apart(rows, layer.w1, low, b, ends),
         "x a": lambda: gemm.grouped_gemm_forward(rows, a, ends, False),
         "dy bT": lambda: gemm.grouped_gemm_dgrad(columns, b, ends, False),

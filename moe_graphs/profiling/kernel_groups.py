@@ -38,10 +38,10 @@ GROUPS = (
     ),
     Group(
         "grouped GEMM",
-        r"^(fp8_)?(rows|weights)_(pointer|tma|gluon)_kernel"
+        r"^((fp8|lora|gathered)_)?(rows|weights)_(pointer|tma|gluon)_kernel"
         r"|^(zero_tail|row_tiles|add_tail|expert_order|add_partials)_kernel"
         r"|GroupProblemShape|grouped_?gemm|^_(sdd|dsd|dds)_kernel",
-        r"grouped_gemm|gather_gemm|_(Grouped|Gather)Gemm|_DownProjection|_ExpertsInFP8|_grouped_mm",
+        r"(grouped|gather|lora)_gemm|_(Grouped|Gather)Gemm|_DownProjection|_ExpertsInFP8|_grouped_mm",
     ),
     Group(
         "attention",
@@ -95,8 +95,8 @@ GROUPS = (
     Group(MEMSETS, r"[fF]ill|memset", r"^aten::(fill_|zero_)$", generic=True),
     Group(
         COPIES,
-        r"copy|Cat[A-Z]|memcpy",
-        r"^aten::(copy_|cat|_to_copy|clone|contiguous)$",
+        r"copy|Cat[A-Z]|memcpy|^transpose_kernel",
+        r"^aten::(copy_|cat|_to_copy|clone|contiguous)$|^moe_graphs::transpose$",
         generic=True,
     ),
     Group(

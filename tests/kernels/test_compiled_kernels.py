@@ -21,11 +21,11 @@ from triton.experimental import gluon  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from compiled import Compiled, check, launch_compiler  # noqa: E402
+from compiled import SHARED_LIMIT, Compiled, check, launch_compiler  # noqa: E402
 from grids import few, grid  # noqa: E402
 from moe_graphs import kernels, portable_launches  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
-from moe_graphs.kernels.gemm import sm90_common, tile_scheduler  # noqa: E402
+from moe_graphs.kernels.gemm import sm90_common, sm90_lora, tile_scheduler  # noqa: E402
 from moe_graphs.kernels.heads import triton_kernels as heads_triton  # noqa: E402
 from moe_graphs.kernels.rms_norm import triton_kernels as rms_norm_triton  # noqa: E402
 from moe_graphs.kernels.row_order import triton_kernels as row_order_triton  # noqa: E402
@@ -117,6 +117,22 @@ def test_rows_with_a_product_beside(compiled, name, transposed, columns, rank):
         check_products(kernel.ptx, last // 16)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("columns", "rank"), [(1024, 8), (1024, 16), (1024, 32), (384, 16)])
+def test_rows_with_lora_in_one_pass(compiled, transposed, columns, rank):
+    """Two sums, of which the narrow one is rounded in registers and multiplied from there."""
+    x, out = torch.empty(4096, 512, dtype=BF16), torch.empty(4096, columns, dtype=BF16)
+    low = torch.empty(4096, rank, dtype=BF16)
+    shapes = ((512, columns), (512, rank), (rank, columns))
+    matrices = (torch.empty((8, n, k) if transposed else (8, k, n), dtype=BF16) for k, n in shapes)
+    variant = gemm.row_variant("cooperative", columns)
+    launch = sm90_lora.lora_rows_launch(variant, x, *matrices, out, low, work(8), transposed, 132)
+    (kernel,) = compiled(launch.run)
+    check(kernel, wgmma=True)
+    of_a_consumer = 4 * 2 + max(rank, 16) // 16  # two operands in steps of 16; b
+    assert kernel.ptx.count("wgmma.mma_async") == 2 * of_a_consumer
+
+
 def check_products(ptx: str, last: int) -> None:
     """A consumer has the WGMMAs of whole steps, and `last` for the columns of the last step.
 
@@ -134,6 +150,23 @@ def check_products(ptx: str, last: int) -> None:
     for consumer in (found[: 4 + last], found[4 + last :]):
         first, second = consumer[:4], consumer[4:]
         assert second == first[:last] or consumer[:last] == consumer[last:][:last]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rank", [16, 48, 64])
+def test_gathered_weights(compiled, rank, transposed, arch):
+    """Tokens are copied to shared memory while others are multiplied."""
+    hidden, order = torch.empty(512, 2048, dtype=BF16), torch.zeros(4096, dtype=torch.int32)
+    shape = (8, rank, 2048) if transposed else (8, 2048, rank)
+    launch = gemm.portable_pointer.gathered_weights_launch(
+        gemm.gathered_weight_variant(rank), hidden, order, 8, torch.empty(4096, rank, dtype=BF16),
+        torch.empty(shape, dtype=BF16), work(4), transposed, 396,
+    )  # fmt: skip
+    (kernel,) = compiled(launch.run, arch=arch)
+    check(kernel, wgmma=arch == 90)
+    assert kernel.ptx.count("cp.async.ca.shared") + kernel.ptx.count("cp.async.cg.shared") > 0
+    assert 3 * kernel.shared <= SHARED_LIMIT
 
 
 @pytest.mark.parametrize(

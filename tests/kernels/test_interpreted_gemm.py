@@ -182,6 +182,25 @@ def test_grouped_gemm(sizes, K, N):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("K", "N"), [(200, 16), (136, 64), (128, 48)])
+@pytest.mark.parametrize("sizes", [(0, 70, 3, 130, 1), (64, 0, 0), (1200, 0, 3, 1100)])
+def test_gathered_weights(monkeypatch, sizes, K, N, transposed):
+    """Rows are tokens by their order; long experts are split, and empty ones get zeros."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(launch, "sm_count", lambda device: 2)
+    top_k, rows = 2, sum(sizes) + sum(sizes) % 2
+    ends = torch.cumsum(torch.tensor(sizes), 0).to(torch.int32)
+    order = torch.randperm(rows).to(torch.int32)
+    hidden, dy = torch.randn(rows // top_k, K), torch.randn(rows, N)
+    dy[int(ends[-1]) :] = float("nan")
+    expected = reference.grouped_gemm_wgrad(hidden[order.long() // top_k], dy, ends)
+    given = hidden, order, top_k, dy, ends
+    found = launch.matmul_weights_gathered(*given, transposed=transposed)
+    found = found.mT if transposed else found
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("sizes", [(0, 70, 3, 130, 1), (64, 0, 0, 5, 9)])
 @pytest.mark.parametrize(("first", "end"), [(0, 2), (1, 4), (3, 5), (4, 5)])
 def test_the_rows_of_some_experts(sizes, first, end):

@@ -45,6 +45,7 @@ from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
 from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 from moe_graphs.kernels.swiglu import reference as swiglu_reference
 from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
+from moe_graphs.kernels.transpose import triton_kernels as transpose_triton
 
 POISON = 777.0
 GATES = [
@@ -333,6 +334,24 @@ def test_heads_by_rank(monkeypatch, heads, kv_heads, ranks, size, norm):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     (alone,) = torch.autograd.grad(found, qkv, gradient)
     assert torch.equal(alone, together[0])
+
+
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (130, 64), (64, 200), (0, 8)])
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_transpose(M, N, is_rounded):
+    """The product is rounded once, of a number that bf16 does not have.
+
+    The interpreter cuts numbers off where a GPU rounds them.
+    """
+    dtypes = [torch.bfloat16, torch.float32]
+    of_x, of_y = dtypes[::-1] if is_rounded else dtypes
+    torch.manual_seed(0)
+    x, found = torch.randn(M, N).to(of_x), torch.empty(N, M, dtype=of_y)
+    transpose_triton.transpose(x, 0.7, found)
+    expected = torch.ops.moe_graphs.transpose(x, 0.7, of_y)
+    assert expected.is_contiguous()
+    assert torch.equal(expected, (x.mT.float() * 0.7).to(of_y))
+    torch.testing.assert_close(found, expected, rtol=2**-7 if is_rounded else 0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "columns"), [(4, 2, 8, 8), (3, 1, 12, 6)])

@@ -142,6 +142,12 @@ class TestGroupedGemm:
         torch.library.opcheck(ops.grouped_gemm_wgrad.default, (x, grad, offsets))
         low, b = x[:, :3].contiguous(), w[:, :3].contiguous()
         torch.library.opcheck(ops.grouped_gemm_with_lora.default, (x, w, low, b, offsets))
+        torch.library.opcheck(ops.lora_gemm.default, (x, w, w[:, :, :3].contiguous(), b, offsets))
+        torch.library.opcheck(ops.transpose.default, (x, 0.5, torch.float64))
+        order = torch.arange(len(x), dtype=torch.int32)
+        for transposed in (False, True):
+            given = x, order, grad, offsets, transposed
+            torch.library.opcheck(ops.gather_gemm_wgrad.default, given)
 
     def test_arguments_that_do_not_fit_are_named(self):
         x, w, offsets = _operands((3, 3))

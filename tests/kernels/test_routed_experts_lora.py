@@ -185,8 +185,8 @@ class Products(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        names = ("grouped_gemm_forward", "grouped_gemm_with_lora")
-        self.count += func._schema.name.removeprefix("moe_graphs::") in names
+        counts = {"grouped_gemm_forward": 1, "grouped_gemm_with_lora": 1, "lora_gemm": 2}
+        self.count += counts.get(func._schema.name.removeprefix("moe_graphs::"), 0)
         return func(*args, **(kwargs or {}))
 
 

@@ -14,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from kernel_check import error, group_ends, group_sizes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import RowOrder, route_rows
-from moe_graphs.kernels.gemm import grouped_gemm_forward, grouped_gemm_with_lora, reference
+from moe_graphs.kernels.gemm import (
+    grouped_gemm_forward,
+    grouped_gemm_wgrad,
+    grouped_gemm_with_lora,
+    lora_gemm,
+    reference,
+)
+from moe_graphs.kernels.gemm.gather import gather_gemm_wgrad
 from moe_graphs.kernels.routed_experts.lora import (
     LoRA,
     routed_experts_with_lora,
@@ -134,6 +141,49 @@ def test_a_sum_is_rounded_once_and_layouts_have_the_same_bits(rows, rank):
     w_turned, b_turned = (each.mT.contiguous().mT for each in (w, b))
     for w_given, b_given in ((w_turned, b_turned), (w_turned, b), (w, b_turned)):
         assert torch.equal(grouped_gemm_with_lora(x, w_given, low, b_given, offsets), found)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32])
+@pytest.mark.parametrize(("sizes", "rows"), [("zipf", 30000), ("uniform", 30011), ("one", 9000)])
+def test_one_pass_over_the_rows_has_the_bits_of_two(sizes, rows, rank):
+    torch.manual_seed(0)
+    offsets = group_ends(group_sizes(sizes, rows, 16, 1))
+    x = torch.randn(rows + 100, D, device="cuda").to(BF16)  # some of them behind the last end
+    shapes = ((D, 2 * F), (D, rank), (rank, 2 * F))
+    matrices = [torch.randn(16, *shape, device="cuda").mul(shape[0] ** -0.5).to(BF16)
+                for shape in shapes]  # fmt: skip
+    for w, a, b in (matrices, [each.mT.contiguous().mT for each in matrices]):
+        out, low = lora_gemm(x, w, a, b, offsets)
+        alone = grouped_gemm_forward(x, a, offsets, False)
+        assert torch.equal(low[:rows], alone[:rows])
+        second = grouped_gemm_with_lora(x, w, alone, b, offsets)
+        assert torch.equal(out[:rows], second[:rows])
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "no tokens"])
+def test_gathered_gradients_are_those_of_copied_rows(routing, rank):
+    experts_TK = ROUTINGS[routing]()
+    order, top_k = route_rows(experts_TK, E), experts_TK.shape[1]
+    tokens = torch.randn(len(experts_TK), D, device="cuda").to(BF16)
+    grad = torch.randn(experts_TK.numel(), rank, device="cuda").to(BF16)
+    rows = tokens[order.order_R.long() // top_k]
+    exact = reference.grouped_gemm_wgrad(rows.float(), grad.float(), order.offsets_E)
+    copied = grouped_gemm_wgrad(rows, grad, order.offsets_E)
+    for transposed in (False, True):
+        found = gather_gemm_wgrad(tokens, order.order_R, grad, order.offsets_E, transposed)
+        found = found.mT if transposed else found
+        assert error(found, exact) <= 1.1 * error(copied, exact) + 1e-6
+        empty = order.offsets_E.diff(prepend=order.offsets_E.new_zeros(1)) == 0
+        assert bool((found[empty] == 0).all())
+
+
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (24576, 128), (1000, 60)])
+@pytest.mark.parametrize("dtypes", [(torch.float32, BF16), (BF16, torch.float32), (BF16, BF16)])
+def test_a_transposed_factor_has_the_bits_of_torchs_product(M, N, dtypes):
+    x = torch.randn(M, N, device="cuda").to(dtypes[0])
+    found = torch.ops.moe_graphs.transpose(x, 0.7, dtypes[1])
+    assert torch.equal(found, (x.mT.float() * 0.7).to(dtypes[1]))
 
 
 @pytest.mark.parametrize("rank", [0, 16, 64])

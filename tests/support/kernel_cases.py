@@ -31,6 +31,7 @@ from moe_graphs.kernels.routed_experts import triton_kernels as routed_experts_t
 from moe_graphs.kernels.row_order import triton_kernels as row_order_triton
 from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
 from moe_graphs.kernels.swiglu import triton_kernels as swiglu_triton
+from moe_graphs.kernels.transpose import triton_kernels as transpose_triton
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PROGRAMS = 132
@@ -44,6 +45,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "grouped GEMM, narrow rows": lambda: _rows(384),
         "grouped GEMM, long sums": lambda: _rows(1024, K=4096),
         "grouped GEMM, rows with LoRA": _rows_with_lora,
+        "grouped GEMM, gathered weights": _gathered_weights,
         "grouped GEMM, weights": lambda: _weights(1024),
         "grouped GEMM, narrow weights": lambda: _weights(384),
         "grouped GEMM, fp32": _products_of_fp32,
@@ -56,6 +58,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "router, groups": lambda: _router(512, 8, 8, 4),
         "cross entropy": _cross_entropy,
         "rotary positions": _rotary,
+        "transpose": _transpose,
         "AdamW": _adamw,
         "AdamW, states of 8 bits": _adamw_8bit,
         "rows between ranks": _peer_rows,
@@ -97,6 +100,13 @@ def _rows_with_lora() -> None:
         gemm.matmul_rows(
             *pairs[0], _offsets(experts), transposed=transposed, out=out, beside=pairs[1]
         )
+
+
+def _gathered_weights() -> None:
+    hidden, order = torch.empty(512, 512, dtype=BF16), torch.zeros(4096, dtype=torch.int64)
+    for rank, transposed in ((16, True), (64, False)):
+        grad = torch.empty(4096, rank, dtype=BF16)
+        gemm.matmul_weights_gathered(hidden, order, 8, grad, _offsets(8), transposed=transposed)
 
 
 def _weights(columns: int) -> None:
@@ -196,6 +206,13 @@ def _cross_entropy() -> None:
         cross_entropy_triton.cross_entropy_backward(
             logits, targets, logsumexp, mean, None, -100, part=True, rule=rule
         )
+
+
+def _transpose() -> None:
+    for dtype in (BF16, FP32):
+        other = FP32 if dtype == BF16 else BF16
+        transpose_triton.transpose(torch.empty(4096, 128, dtype=dtype), 2.0,
+                                   torch.empty(128, 4096, dtype=other))  # fmt: skip
 
 
 def _rotary() -> None:

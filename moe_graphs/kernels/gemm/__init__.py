@@ -122,6 +122,14 @@ def grouped_gemm_with_lora(
 
 
 @define_op()
+def lora_gemm(
+    x_RK: Tensor, w_EKN: Tensor, a_EKr: Tensor, b_ErN: Tensor, offsets_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    low_Rr = reference.grouped_gemm(x_RK, a_EKr, offsets_E)
+    return reference.grouped_gemm_with_lora(x_RK, w_EKN, low_Rr, b_ErN, offsets_E), low_Rr
+
+
+@define_op()
 def grouped_gemm_wgrad(x_RK: Tensor, grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return reference.grouped_gemm_wgrad(x_RK, grad_RN, offsets_E)
 
@@ -146,6 +154,18 @@ def _(grad_RN, w_EKN, offsets_E, zero_tail):
 @torch.library.impl("moe_graphs::grouped_gemm_with_lora", "cuda")
 def _(x_RK, w_EKN, low_Rr, b_ErN, offsets_E):
     return rows_on_gpu(x_RK, w_EKN, offsets_E, False, (low_Rr, b_ErN))
+
+
+@torch.library.impl("moe_graphs::lora_gemm", "cuda")
+def _(x_RK, w_EKN, a_EKr, b_ErN, offsets_E):
+    if not has_triton():
+        low_Rr = _grouped_mm(x_RK, a_EKr, offsets_E, False)
+        return rows_on_gpu(x_RK, w_EKN, offsets_E, False, (low_Rr, b_ErN)), low_Rr
+    from moe_graphs.kernels.gemm import launch
+
+    transposed = not w_EKN.is_contiguous()
+    w, a, b = ((each.mT if transposed else each).contiguous() for each in (w_EKN, a_EKr, b_ErN))
+    return launch.matmul_with_lora(x_RK.contiguous(), w, a, b, offsets_E, transposed=transposed)
 
 
 @torch.library.impl("moe_graphs::grouped_gemm_wgrad_add", "cuda")
@@ -280,6 +300,12 @@ def _(grad_RN, w_EKN, offsets_E, zero_tail):
 @torch.library.register_fake("moe_graphs::grouped_gemm_with_lora")
 def _(x_RK, w_EKN, low_Rr, b_ErN, offsets_E):
     return x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
+
+
+@torch.library.register_fake("moe_graphs::lora_gemm")
+def _(x_RK, w_EKN, a_EKr, b_ErN, offsets_E):
+    rows = x_RK.shape[0]
+    return x_RK.new_empty(rows, w_EKN.shape[2]), x_RK.new_empty(rows, a_EKr.shape[2])
 
 
 @torch.library.register_fake("moe_graphs::grouped_gemm_wgrad")

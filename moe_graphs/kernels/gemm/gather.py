@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_graphs.kernels.availability import has_triton
 from moe_graphs.kernels.gemm import (
     check_operands,
     gradient_of_weights,
     grouped_gemm_dgrad,
     grouped_gemm_forward,
+    grouped_gemm_wgrad,
     is_transposed,
+    reference,
 )
-from moe_graphs.kernels.ops import wants_gradient
+from moe_graphs.kernels.ops import define_op, wants_gradient
 from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.precision import to_autocast
-from moe_graphs.kernels.row_order import RowOrder, pairs_per_token
+from moe_graphs.kernels.row_order import RowOrder, pairs_per_token, token_of
 
 
 def gather_gemm(
@@ -76,3 +79,37 @@ class _GatherGemm(torch.autograd.Function):
             rows_RD = grouped_gemm_dgrad(grad_RN, w_EDN, offsets_E, False)
             grad_hidden = collect_rows(rows_RD, inverse_TK, None, ctx.has_gaps)
         return grad_hidden, grad_w, None, None, None, None, None
+
+
+@define_op()
+def gather_gemm_wgrad(
+    hidden_TD: Tensor, order_R: Tensor, grad_RN: Tensor, offsets_E: Tensor, transposed: bool
+) -> Tensor:
+    rows_RD = _rows(hidden_TD, order_R)
+    pair = (grad_RN, rows_RD) if transposed else (rows_RD, grad_RN)
+    return reference.grouped_gemm_wgrad(*pair, offsets_E)
+
+
+@torch.library.impl("moe_graphs::gather_gemm_wgrad", "cuda")
+def _(hidden_TD, order_R, grad_RN, offsets_E, transposed):
+    if has_triton():
+        from moe_graphs.kernels.gemm.launch import can_gather_weights, matmul_weights_gathered
+
+        if can_gather_weights(hidden_TD, grad_RN.shape[1]):
+            top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])
+            operands = hidden_TD.contiguous(), order_R, top_k, grad_RN.contiguous(), offsets_E
+            return matmul_weights_gathered(*operands, transposed=transposed)
+    rows_RD = _rows(hidden_TD, order_R)
+    pair = (grad_RN, rows_RD) if transposed else (rows_RD, grad_RN)
+    return grouped_gemm_wgrad(*pair, offsets_E)
+
+
+@torch.library.register_fake("moe_graphs::gather_gemm_wgrad")
+def _(hidden_TD, order_R, grad_RN, offsets_E, transposed):
+    sides = (grad_RN.shape[1], hidden_TD.shape[1])
+    return hidden_TD.new_empty(len(offsets_E), *(sides if transposed else sides[::-1]))
+
+
+def _rows(hidden_TD: Tensor, order_R: Tensor) -> Tensor:
+    top_k = pairs_per_token(order_R.numel(), hidden_TD.shape[0])
+    return hidden_TD.index_select(0, token_of(order_R, top_k))

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from moe_graphs.kernels.gpu_architectures import HOPPER, Architecture, architecture_of
-from moe_graphs.kernels.launching import cdiv
+from moe_graphs.kernels.launching import cdiv, next_power_of_2
 
 # From this K on, the last round of row tiles may be cut along it. To add up the parts takes about
 # 10 us, and half a round of K = 4096 takes 25 us.
 LONG_SUM = 4096
+# Programs of a multiprocessor at once that gather tokens: their loads fill its memory's latency.
+GATHERING_PROGRAMS = 3
 
 # Rows of an expert from which a layer's forward and backward in FP8 are faster than in bf16: to
 # quantize the weights takes as long for few rows as for many. Measured on an H100 at f05c04a7
@@ -60,6 +62,13 @@ class Variant:
     def steps(self, product: Pair | None) -> int:
         """The steps of a product's sum; 0 without a product."""
         return 0 if product is None else cdiv(product[0].shape[1], self.block_k)
+
+    def adds_lora(self, K: int, rank: int) -> bool:
+        """Whether ``sm90_lora`` has a kernel for a product of this K with LoRA of this rank.
+
+        Shared memory has room for 32 columns of a. Sums that are cut along K have no rounded low.
+        """
+        return self.name == "cooperative" and K < LONG_SUM and rank in (8, 16, 32)
 
 
 @functools.cache
@@ -108,6 +117,12 @@ def weight_variant(
         Variant("fp32", "portable_pointer", 64, 128, 32, 3, warps=8),
     )  # fmt: skip
     return _chosen(variants, name, gpu)
+
+
+@functools.cache
+def gathered_weight_variant(columns: int) -> Variant:
+    """The tile of the gathered weight gradient: all of a few columns."""
+    return Variant("pointer", "portable_pointer", 128, next_power_of_2(columns), 64, 4)
 
 
 def _wastes_little(columns: int) -> bool:

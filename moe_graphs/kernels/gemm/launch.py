@@ -11,18 +11,22 @@ R rows, T tokens, E experts, K and N columns of the operands.
 """
 
 import warnings
+from dataclasses import replace
 
 import torch
 
 from moe_graphs import portable_launches
+from moe_graphs.kernels.gemm import portable_pointer
 from moe_graphs.kernels.gemm.heuristics import (
     FP8_PAYS_FROM,
+    GATHERING_PROGRAMS,
     LONG_SUM,
     Pair,
     Variant,
     accumulate_mode,
     choose_rows,
     choose_weights,
+    gathered_weight_variant,
     kernels_of,
     row_variant,
     sm_count,
@@ -102,6 +106,36 @@ def matmul_rows(
     return out
 
 
+def matmul_with_lora(
+    x_RK: torch.Tensor,
+    w_EKN: torch.Tensor,
+    a_EKr: torch.Tensor,
+    b_ErN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    *,
+    transposed: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x @ w + low @ b`` as one sum, and ``low = x @ a``; all matrices lie alike.
+
+    One kernel computes both where ``adds_lora`` says so, else one after the other.
+    """
+    rows, N = len(x_RK), w_EKN.shape[1 if transposed else 2]
+    rank = a_EKr.shape[1 if transposed else 2]
+    v = rows_variant(x_RK, len(offsets_E), N)
+    if not v.adds_lora(x_RK.shape[1], rank):
+        low_Rr = matmul_rows(x_RK, a_EKr, offsets_E, transposed=transposed)
+        beside = low_Rr, b_ErN
+        return matmul_rows(x_RK, w_EKN, offsets_E, transposed=transposed, beside=beside), low_Rr
+    out_RN, low_Rr = x_RK.new_empty(rows, N), x_RK.new_empty(rows, rank)
+    check_memory(x=x_RK, w=w_EKN, a=a_EKr, b=b_ErN)
+    if rows:
+        work, grid = row_tiles(offsets_E, rows, v.block_m), sm_count(x_RK.device)
+        kernels = kernels_of(replace(v, file="sm90_lora"), x_RK.device)
+        operands = x_RK, w_EKN, a_EKr, b_ErN
+        kernels.lora_rows_launch(v, *operands, out_RN, low_Rr, work, transposed, grid).run()
+    return out_RN, low_Rr
+
+
 def rows_variant(x_RK: torch.Tensor, experts: int, columns: int) -> Variant:
     """The variant of ``matmul_rows`` for these rows, all experts and the columns of ``out``."""
     gpu = architecture_of(x_RK.device)
@@ -156,6 +190,54 @@ def _tell_if_few(rows: int, experts: int) -> None:
                 stacklevel=2,
             )
         portable_launches.count(name)
+
+
+def can_gather_weights(x: torch.Tensor, columns: int) -> bool:
+    """Whether ``matmul_weights_gathered`` takes these tokens: narrow, and 16 to 64 columns beside.
+
+    Rows of 16 bytes, which are those of rank 8, would not be loaded ahead.
+    """
+    return x.dtype != torch.float32 and columns <= 64 and columns % 16 == 0
+
+
+def matmul_weights_gathered(
+    x_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    top_k: int,
+    dy_RN: torch.Tensor,
+    offsets_E: torch.Tensor,
+    *,
+    transposed: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``dw_EKN[e] = x_TK[order_R[rows of e] // top_k].T @ dy_RN[rows of e]``, without a copy.
+
+    Like ``matmul_weights`` otherwise; ``order_R`` has no gaps. See ``can_gather_weights``.
+
+    Args:
+        transposed: the result is [E, N, K].
+    """
+    rows, K, N, device = len(dy_RN), x_TK.shape[1], dy_RN.shape[1], x_TK.device
+    experts = offsets_E.numel()
+    if out is None:
+        out = x_TK.new_empty((experts, N, K) if transposed else (experts, K, N))
+    check_memory(x=x_TK, dy=dy_RN, out=out)
+    if rows == 0:
+        return out.zero_()
+    v, partials = gathered_weight_variant(N), None
+    grid = GATHERING_PROGRAMS * sm_count(device)
+    limit = split_limit(rows, cdiv(K, v.block_m), grid)
+    if limit:
+        shape = (min(MAX_SLOTS, rows // limit), K, N)
+        partials = torch.empty(shape, dtype=torch.float32, device=device)
+    work = expert_order(offsets_E, skip_empty=False, limit=limit)
+    operands = x_TK, order_R, top_k, dy_RN
+    portable_pointer.gathered_weights_launch(
+        v, *operands, out, work, transposed, grid, partials
+    ).run()
+    if partials is not None:
+        add_partials_(out, partials, work, False)
+    return out
 
 
 def matmul_weights(

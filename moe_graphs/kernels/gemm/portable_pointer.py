@@ -3,6 +3,7 @@
     rows:     out_RN[r] = x_RK[r] @ w[e]                    w_EKN, or w_ENK when TRANSPOSED
                           + low_Rr[r] @ b[e]                with BESIDE, laid out as w
     weights:  dw_EKN[e] (+)= x_RK[rows of e].T @ dy_RN[rows of e]
+    gathered: dw_EKN[e] = x_TK[tokens of the rows of e].T @ dy_RN[rows of e]    for small N
 
 The same work lists and the same results as tma, with masks where that has hardware bounds.
 They alone take operands in fp32 (the variant fp32), with the precision that torch's own products
@@ -21,6 +22,7 @@ from moe_graphs.kernels.gemm.tile_scheduler import (
     EXPERT_RECORD,
     PART_END,
     PART_EXPERT,
+    PART_SLOT,
     PART_START,
     ROW_END,
     ROW_EXPERT,
@@ -107,6 +109,42 @@ def weights_pointer_kernel(
         tl.store(at_dw, acc.to(dw_ptr.dtype.element_ty), mask=live_dw)
 
 
+@triton.jit
+def gathered_weights_pointer_kernel(
+    x_ptr, order_ptr, dy_ptr, dw_ptr, partials_ptr, records_ptr, count_ptr, M, N, top_k,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    """All N columns of dy, and BLOCK_M columns of the tokens, which all experts read in turn.
+
+    So L2 holds these columns of all tokens. A split expert's sums go to its slots of `partials`.
+    """
+    records = tl.load(count_ptr + COUNT_RECORDS)
+    ns = tl.arange(0, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), records * tl.cdiv(M, BLOCK_M), GRID):
+        record = records_ptr + (tile % records) * EXPERT_RECORD
+        start, end = tl.load(record + PART_START), tl.load(record + PART_END)
+        slot = tl.load(record + PART_SLOT).to(tl.int64)
+        ms = (tile // records) * BLOCK_M + tl.arange(0, BLOCK_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for r in tl.range(0, end - start, BLOCK_R):
+            rows = start + r + tl.arange(0, BLOCK_R)
+            live = rows < end
+            tokens = (tl.load(order_ptr + rows, mask=live, other=0) // top_k).to(tl.int64)
+            at_x = x_ptr + tokens[None, :] * M + ms[:, None]
+            x = tl.load(at_x, mask=live[None, :] & (ms < M)[:, None], other=0.0)
+            at_dy = dy_ptr + rows.to(tl.int64)[:, None] * N + ns[None, :]
+            dy = tl.load(at_dy, mask=live[:, None] & (ns < N)[None, :], other=0.0)
+            acc = tl.dot(x, dy, acc)
+        at = ns[None, :] * M + ms[:, None] if TRANSPOSED else ms[:, None] * N + ns[None, :]
+        live_dw = (ms < M)[:, None] & (ns < N)[None, :]
+        if slot >= 0:
+            tl.store(partials_ptr + slot * M * N + at, acc, mask=live_dw)
+        else:
+            e = tl.load(record + PART_EXPERT).to(tl.int64)
+            tl.store(dw_ptr + e * M * N + at, acc.to(dw_ptr.dtype.element_ty), mask=live_dw)
+
+
 def rows_launch(
     v: Variant,
     x_RK: torch.Tensor,
@@ -145,6 +183,28 @@ def weights_launch(
     tile |= {"GRID": grid, "ADD": add != "", "PRECISION": _precision(x_RK)}
     tile |= {"num_warps": v.warps, "num_stages": v.stages}
     return Launch(weights_pointer_kernel, grid, args, tile)
+
+
+def gathered_weights_launch(
+    v: Variant,
+    x_TK: torch.Tensor,
+    order_R: torch.Tensor,
+    top_k: int,
+    dy_RN: torch.Tensor,
+    dw: torch.Tensor,
+    work: WorkList,
+    transposed: bool,
+    grid: int,
+    partials: torch.Tensor | None = None,
+) -> Launch:
+    """The launch of the gathered kernel over `work`, an expert order; `dw` may be [E, N, K]."""
+    sizes = x_TK.shape[1], dy_RN.shape[1], top_k
+    sums = dw if partials is None else partials
+    args = (x_TK, order_R, dy_RN, dw, sums, work.records, work.count, *sizes)
+    tile: dict[str, Any] = {"BLOCK_M": v.block_m, "BLOCK_N": v.block_n, "BLOCK_R": v.block_k}
+    tile |= {"TRANSPOSED": transposed, "GRID": grid}
+    tile |= {"num_warps": v.warps, "num_stages": v.stages}
+    return Launch(gathered_weights_pointer_kernel, grid, args, tile)
 
 
 def _precision(x: torch.Tensor) -> str:

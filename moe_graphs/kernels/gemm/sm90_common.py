@@ -263,10 +263,11 @@ def _ragged_template(dtype: torch.dtype, columns: int, stride: int, box: tuple[i
 @functools.cache
 def _matrix_template(dtype: torch.dtype, shape: torch.Size, box: tuple[int, int]) -> Any:
     matrices = torch.empty(shape, dtype=dtype, device="meta")
-    return TensorDescriptor.from_tensor(matrices, [1, *box], _layout(dtype.itemsize, 3))
+    layout = _layout(dtype.itemsize, 3, min(128, box[1] * dtype.itemsize))
+    return TensorDescriptor.from_tensor(matrices, [1, *box], layout)
 
 
-def _layout(element_size: int, rank: int) -> gl.NVMMASharedLayout:
+def _layout(element_size: int, rank: int, swizzle: int = 128) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank
+        swizzle_byte_width=swizzle, element_bitwidth=8 * element_size, rank=rank
     )

@@ -37,6 +37,7 @@ from moe_graphs.kernels.gemm import (
     grouped_gemm_forward,
     is_transposed,
 )
+from moe_graphs.kernels.gemm.gather import gather_gemm_wgrad
 from moe_graphs.kernels.ops import is_made_again, wants_gradient
 from moe_graphs.kernels.packed_weights import PackedWeight
 from moe_graphs.kernels.permute import collect_rows, spread_rows
@@ -49,12 +50,14 @@ from moe_graphs.kernels.routed_experts import (
 )
 from moe_graphs.kernels.routed_experts.sums import (
     multiplied,
+    multiplied_with_lora,
     place_of_sums,
     product,
     sums_of_tokens,
 )
 from moe_graphs.kernels.row_order import RowOrder
 from moe_graphs.kernels.swiglu import NO_CLAMP, ClampedGate
+from moe_graphs.kernels.transpose import transpose
 
 
 class LoRA(NamedTuple):
@@ -228,26 +231,35 @@ def _rounded(factor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 class _Rounded(torch.autograd.Function):
     """A factor times a number, contiguous and in another dtype, by one pass.
 
-    Its gradient lies as the factor does: autograd takes it for ``.grad`` without a copy.
+    Its gradient lies as the factor does: autograd takes it for ``.grad`` without a copy. Experts
+    are the last dimension in the memory of PEFT's second factor, so that one is transposed.
     """
 
     @staticmethod
-    def forward(ctx, factor, scale, dtype):
-        like = torch.empty_like(factor, device="meta")  # dense, where the factor is not
-        ctx.scale, ctx.like = scale, (like.shape, like.stride(), like.dtype)
-        out = torch.empty(factor.shape, dtype=dtype, device=factor.device)
-        return torch.mul(factor, scale, out=out)
+    def forward(ctx, factor_EXY, scale, dtype):
+        factor_XYE = factor_EXY.permute(1, 2, 0)
+        ctx.scale, ctx.is_turned = scale, factor_XYE.is_contiguous()
+        if ctx.is_turned:
+            ctx.dtype = factor_EXY.dtype
+            return transpose(factor_XYE.flatten(0, 1), scale, dtype).view(factor_EXY.shape)
+        like = torch.empty_like(factor_EXY, device="meta")  # dense, where the factor is not
+        ctx.like = like.shape, like.stride(), like.dtype
+        out = torch.empty(factor_EXY.shape, dtype=dtype, device=factor_EXY.device)
+        return torch.mul(factor_EXY, scale, out=out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad_EXY):
+        if ctx.is_turned:
+            grad_XYE = transpose(grad_EXY.flatten(1), ctx.scale, ctx.dtype)
+            return grad_XYE.view(*grad_EXY.shape[1:], -1).permute(2, 0, 1), None, None
         shape, strides, dtype = ctx.like
-        out = grad.new_empty_strided(shape, strides, dtype=dtype)
+        out = grad_EXY.new_empty_strided(shape, strides, dtype=dtype)
         if ctx.scale == 1.0:
-            return out.copy_(grad), None, None
+            return out.copy_(grad_EXY), None, None
         # A tensor of one number in the factor's dtype: the product is not rounded to that of grad.
-        scale = grad.new_full((1,), ctx.scale, dtype=dtype)
-        return torch.mul(grad, scale, out=out), None, None
+        scale = grad_EXY.new_full((1,), ctx.scale, dtype=dtype)
+        return torch.mul(grad_EXY, scale, out=out), None, None
 
 
 def _kept(ctx: Any, w_EMN: Tensor | PackedWeight, is_needed: bool) -> Tensor | None:
@@ -258,16 +270,17 @@ def _kept(ctx: Any, w_EMN: Tensor | PackedWeight, is_needed: bool) -> Tensor | N
 
 def _gradient_of_rows(
     grad_RN: Tensor,
-    low_Rr: Tensor | None,
     w_EMN: Tensor | PackedWeight,
     a_EMr: Tensor | None,
+    b_ErN: Tensor | None,
     offsets_E: Tensor,
-) -> Tensor:
-    """``grad @ w.T + low @ a.T``, where ``low`` is ``grad @ b.T``."""
-    if a_EMr is None and isinstance(w_EMN, Tensor):
-        return grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False)
-    beside = () if a_EMr is None else (low_Rr, a_EMr.mT)
-    return multiplied(grad_RN, w_EMN.mT, offsets_E, *beside)
+) -> tuple[Tensor, Tensor | None]:
+    """``grad @ w.T + low @ a.T``, and ``low``, which is ``grad @ b.T``."""
+    if a_EMr is not None and b_ErN is not None:
+        return multiplied_with_lora(grad_RN, w_EMN.mT, b_ErN.mT, a_EMr.mT, offsets_E)
+    if isinstance(w_EMN, Tensor):
+        return grouped_gemm_dgrad(grad_RN, w_EMN, offsets_E, False), None
+    return multiplied(grad_RN, w_EMN.mT, offsets_E), None
 
 
 class _UpProjection(torch.autograd.Function):
@@ -295,19 +308,27 @@ class _UpProjection(torch.autograd.Function):
         wants_tokens, wants_a, wants_b = (wants_gradient(ctx, i) for i in range(3))
         grad_tokens = grad_a = grad_b = None
         grad_low_Rr: Any = None
-        if a_EDr is not None and (wants_tokens or wants_a):
-            grad_low_Rr = grouped_gemm_dgrad(grad_R2F, b_Er2F, offsets_E, False)
-        if wants_a:
-            rows_RD = _rows(tokens_XD, order_R, inverse_TK, ctx.has_gaps, ctx.is_sorted)
-            grad_a = gradient_of_weights(rows_RD, grad_low_Rr, offsets_E, is_transposed(a_EDr))
-            del rows_RD  # as large as the rows of the next gradient
         if wants_b:
             grad_b = gradient_of_weights(low_Rr, grad_R2F, offsets_E, is_transposed(b_Er2F))
         if wants_tokens:
             w1_ED2F = frozen if ctx.packed is None else ctx.packed
-            grad_tokens = _gradient_of_rows(grad_R2F, grad_low_Rr, w1_ED2F, a_EDr, offsets_E)
-            if not ctx.is_sorted:
+            factors = a_EDr, b_Er2F
+            grad_tokens, grad_low_Rr = _gradient_of_rows(grad_R2F, w1_ED2F, *factors, offsets_E)
+            if not ctx.is_sorted:  # the rows are as large as those of the next gradient
                 grad_tokens = collect_rows(grad_tokens, inverse_TK, None, ctx.has_gaps)
+        elif wants_a:
+            grad_low_Rr = grouped_gemm_dgrad(grad_R2F, b_Er2F, offsets_E, False)
+        if wants_a:
+            grad_a = _gradient_of_factor(
+                tokens_XD,
+                grad_low_Rr,
+                a_EDr,
+                order_R,
+                inverse_TK,
+                offsets_E,
+                ctx.has_gaps,
+                ctx.is_sorted,
+            )
         return grad_tokens, grad_a, grad_b, *[None] * 7
 
 
@@ -315,6 +336,25 @@ def _rows(
     tokens_XD: Tensor, order_R: Tensor, inverse_TK: Tensor, has_gaps: bool, is_sorted: bool
 ) -> Tensor:
     return tokens_XD if is_sorted else spread_rows(tokens_XD, order_R, inverse_TK, None, has_gaps)
+
+
+def _gradient_of_factor(
+    tokens_XD: Tensor,
+    grad_low_Rr: Tensor,
+    a_EDr: Tensor,
+    order_R: Tensor,
+    inverse_TK: Tensor,
+    offsets_E: Tensor,
+    has_gaps: bool,
+    is_sorted: bool,
+) -> Tensor:
+    """``rows.T @ grad_low``, laid out like a; rows that are not there are read by their order."""
+    transposed = is_transposed(a_EDr)
+    if is_sorted or has_gaps:
+        rows_RD = _rows(tokens_XD, order_R, inverse_TK, has_gaps, is_sorted)
+        return gradient_of_weights(rows_RD, grad_low_Rr, offsets_E, transposed)
+    grad = gather_gemm_wgrad(tokens_XD, order_R, grad_low_Rr, offsets_E, transposed)
+    return grad.mT if transposed else grad
 
 
 class _DownProjection(torch.autograd.Function):
@@ -346,11 +386,9 @@ class _DownProjection(torch.autograd.Function):
         grad_low_Rr: Any = None
         grad_RD = spread_rows(grad_TD, order_R, inverse_TK, None, ctx.has_gaps)
         wants_factors = wants_a or wants_b
-        if a_EFr is not None and (wants_rows or wants_a or wants_weights):
-            grad_low_Rr = grouped_gemm_dgrad(grad_RD, b_ErD, offsets_E, False)
         if wants_rows or wants_weights:
             w2_EFD = frozen if ctx.packed is None else ctx.packed
-            grad_RF = _gradient_of_rows(grad_RD, grad_low_Rr, w2_EFD, a_EFr, offsets_E)
+            grad_RF, grad_low_Rr = _gradient_of_rows(grad_RD, w2_EFD, a_EFr, b_ErD, offsets_E)
             if not wants_b:
                 del grad_RD
             options = dict(with_result=wants_factors, is_lost=ctx.is_lost)
@@ -360,6 +398,7 @@ class _DownProjection(torch.autograd.Function):
             del grad_RF, gate_up_R2F
         elif wants_factors:
             weighted_RF = weighted_swiglu(gate_up_R2F, weights_TK, order_R, ctx.gate)
+            grad_low_Rr = grouped_gemm_dgrad(grad_RD, b_ErD, offsets_E, False)
         if wants_a:
             grad_a = gradient_of_weights(weighted_RF, grad_low_Rr, offsets_E, is_transposed(a_EFr))
         if wants_b:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_graphs.kernels.gemm import grouped_gemm_forward, grouped_gemm_with_lora
+from moe_graphs.kernels.gemm import grouped_gemm_forward, grouped_gemm_with_lora, lora_gemm
 from moe_graphs.kernels.packed_weights import PackedWeight, packed_gemm
 from moe_graphs.kernels.permute import collect_rows
 from moe_graphs.kernels.swiglu import ClampedGate, swiglu_forward
@@ -36,6 +36,20 @@ def multiplied(
     return grouped_gemm_with_lora(rows_RM, w_EMN, low_Rr, b_ErN, offsets_E)
 
 
+def multiplied_with_lora(
+    rows_RM: Tensor,
+    w_EMN: Tensor | PackedWeight,
+    a_EMr: Tensor,
+    b_ErN: Tensor,
+    offsets_E: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``rows @ w + low @ b`` as one sum, and ``low = rows @ a``, rounded."""
+    if isinstance(w_EMN, Tensor):
+        return lora_gemm(rows_RM, w_EMN, a_EMr, b_ErN, offsets_E)
+    low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
+    return packed_gemm(rows_RM, w_EMN, offsets_E, low_Rr, b_ErN), low_Rr
+
+
 def product(
     rows_RM: Tensor,
     w_EMN: Tensor | PackedWeight,
@@ -45,6 +59,8 @@ def product(
     bias_EN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``rows @ w + (rows @ a) @ b + bias``, which is one sum, and ``rows @ a``."""
+    if bias_EN is None and a_EMr is not None and b_ErN is not None:
+        return multiplied_with_lora(rows_RM, w_EMN, a_EMr, b_ErN, offsets_E)
     low_Rr = None if a_EMr is None else grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
     beside = [] if low_Rr is None else [(low_Rr, b_ErN)]
     if bias_EN is not None:
