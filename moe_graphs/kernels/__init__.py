@@ -15,6 +15,7 @@ from moe_graphs.kernels.choose_experts.reference import RoutingRule
 from moe_graphs.kernels.cross_entropy import cross_entropy
 from moe_graphs.kernels.cross_entropy.linear import linear_cross_entropy
 from moe_graphs.kernels.cross_entropy.loss_rule import LossRule
+from moe_graphs.kernels.document_attention import document_attention
 from moe_graphs.kernels.gemm import grouped_gemm
 from moe_graphs.kernels.gemm.gather import gather_gemm
 from moe_graphs.kernels.heads import split_heads, split_heads_by_rank
@@ -32,6 +33,7 @@ __all__ = [
     "add_rms_norm",
     "apply_rotary",
     "cross_entropy",
+    "document_attention",
     "gather_gemm",
     "grouped_gemm",
     "linear_cross_entropy",

@@ -20,6 +20,9 @@ from moe_graphs.kernels import (
 from moe_graphs.kernels.cross_entropy import linear as cross_entropy_linear
 from moe_graphs.kernels.cross_entropy import part as cross_entropy_part
 from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
+from moe_graphs.kernels.document_attention import _DocumentAttention
+from moe_graphs.kernels.document_attention import triton_kernels as document_triton
+from moe_graphs.kernels.document_attention.reference import plain_attention
 from moe_graphs.kernels.heads import (
     _SplitHeads,
     _SplitHeadsByRank,
@@ -369,6 +372,49 @@ def test_rotary(monkeypatch, heads, kv_heads, size, columns, sequences):
     expected, grads = (torch.autograd.grad(x, (query, key), gradients) for x in (plain, found))
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: scores of rows that are not there
+@pytest.mark.parametrize(
+    ("heads", "sizes", "rows"),
+    [
+        ((4, 2), (16, 16), ([70], [1, 2, 30, 37])),
+        ((2, 2), (24, 6), ([1] * 35,)),
+        ((3, 1), (16, 20), ([33, 1, 16, 15],)),
+        ((2, 1), (8, 8), ([1], [1])),
+    ],
+)
+def test_document_attention(monkeypatch, heads, sizes, rows):
+    """Documents within tiles and over several; the bounds' tiles end within documents."""
+    monkeypatch.setattr(document_triton, "BOUNDS_TILE", 16)
+    for name, tile in (("FORWARD", (32, 16)), ("OF_QUERIES", (16, 32)), ("OF_KEYS", (32, 16))):
+        monkeypatch.setattr(document_triton, name, ((*tile, 1, 4),) * 4)
+    torch.manual_seed(0)
+    ids = torch.stack(
+        [torch.arange(len(lengths)).mul(3).repeat_interleave(torch.tensor(lengths))
+         for lengths in rows]
+    )  # fmt: skip
+    (B, S), (H, G), Q = ids.shape, heads, sizes[0]
+    query = torch.randn(B, S, H, Q).transpose(1, 2).requires_grad_()
+    key, value = (torch.randn(B, G, S, size, requires_grad=True) for size in sizes)
+    leaves = (query, key, value)
+    plain = plain_attention(*leaves, ids, 0.0, 0.3)
+    found = _DocumentAttention.apply(*leaves, ids, 0.3)
+    assert found.transpose(1, 2).is_contiguous()
+    gradient = torch.randn_like(plain.mT).mT
+    expected, grads = (torch.autograd.grad(x, leaves, gradient) for x in (plain, found))
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bounds_of_documents(monkeypatch):
+    monkeypatch.setattr(document_triton, "BOUNDS_TILE", 4)
+    ids = torch.tensor([[7, 7, 7, 7, 7, 7, 7, 7, 7], [0, 1, 1, 1, 2, 2, 2, 2, 9]])
+    begins, ends = document_triton.document_bounds(ids)
+    assert begins.tolist() == [[0] * 9, [0, 1, 1, 1, 4, 4, 4, 4, 8]]
+    assert ends.tolist() == [[9] * 9, [1, 4, 4, 4, 8, 8, 8, 8, 9]]
+    wide = torch.stack([ids, ids + 1], 2)[:, :, 0]
+    assert torch.equal(document_triton.document_bounds(wide)[0], begins)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy: 1 / 0 in rows that are not there

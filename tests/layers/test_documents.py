@@ -150,7 +150,8 @@ CASES = [
 @pytest.mark.parametrize(("kind", "scopes", "recompute"), CASES)
 def test_scopes_serve_any_number_of_documents_bit_for_bit(kind, scopes, recompute, device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    options = dict(attention_dropout=0.1, hidden_dropout=0.1)
+    # The kernel has no dropout; with some of it, attention has a mask.
+    options = dict(attention_dropout=0.0 if device == "cuda" else 0.1, hidden_dropout=0.1)
     model = model_of(kind, dtype, device, **options)
     torch.manual_seed(1)
     expected = trained(model, functools.partial(one_step, model), device)

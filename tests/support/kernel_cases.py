@@ -16,6 +16,7 @@ from moe_graphs.kernels import fp8
 from moe_graphs.kernels.adamw import triton_kernels as adamw_triton
 from moe_graphs.kernels.choose_experts import triton_kernels as choose_experts_triton
 from moe_graphs.kernels.cross_entropy import triton_kernels as cross_entropy_triton
+from moe_graphs.kernels.document_attention import triton_kernels as document_triton
 from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 from moe_graphs.kernels.gemm import launch as gemm
 from moe_graphs.kernels.gemm import tile_scheduler
@@ -59,6 +60,7 @@ def kernel_cases() -> dict[str, Callable[[], None]]:
         "cross entropy": _cross_entropy,
         "rotary positions": _rotary,
         "transpose": _transpose,
+        "attention within documents": _document_attention,
         "AdamW": _adamw,
         "AdamW, states of 8 bits": _adamw_8bit,
         "rows between ranks": _peer_rows,
@@ -221,6 +223,18 @@ def _rotary() -> None:
         table = torch.empty(1, 64, columns, dtype=dtype)
         for back in (False, True):
             turn_heads(query.transpose(1, 2), key.transpose(1, 2), table, table, back)
+
+
+def _document_attention() -> None:
+    for heads, kv_heads, *sizes in ((32, 4, 128, 128), (16, 16, 192, 128), (8, 2, 256, 256)):
+        counts = (heads, kv_heads, kv_heads)
+        given = [
+            torch.empty(1, 64, count, size, dtype=BF16).transpose(1, 2)
+            for count, size in zip(counts, (sizes[0], *sizes), strict=True)
+        ]
+        bounds = document_triton.document_bounds(torch.zeros(1, 64, dtype=torch.int64))
+        out, logsumexp = document_triton.attend_forward(*given, bounds, 0.1)
+        document_triton.attend_backward(out, *given, bounds, out, logsumexp, 0.1)
 
 
 def _heads(norm: str) -> None:

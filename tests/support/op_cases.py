@@ -68,6 +68,7 @@ def op_cases(
     order, gapped = _orders(experts_TK, place)
     experts_TK = place(experts_TK)
     tables, weights_TK = (random(6, 4), random(6, 4)), random(T, K).requires_grad_()
+    documents_BS = place(torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]]))
     wide_tables = [place(f(torch.arange(48.0)).view(1, 6, 8)) for f in (torch.cos, torch.sin)]
 
     def heads(qkv_BSM: Tensor, *weights: Tensor) -> Sequence[Tensor]:
@@ -97,6 +98,10 @@ def op_cases(
         "add_rms_norm": OpCase(sums, [leaf(2, 6, D), leaf(2, 6, D), leaf(D)]),
         "apply_rotary": OpCase(rotary, [leaf(2, 3, 6, 8), leaf(2, 1, 6, 8)]),
         "cross_entropy": OpCase(losses, [leaf(T, 40)]),
+        "document_attention": OpCase(
+            lambda q, k, v: [kernels.document_attention(q, k, v, documents_BS)],
+            [leaf(2, 4, 6, 8), leaf(2, 2, 6, 8), leaf(2, 2, 6, 16)],
+        ),
         "gather_gemm": OpCase(
             lambda x, w: [kernels.gather_gemm(x, order, w)], [leaf(T, D), leaf(E, D, F)]
         ),

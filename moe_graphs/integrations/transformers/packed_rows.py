@@ -3,8 +3,9 @@
 transformers reads the positions on the host to find out whether there are several documents, and
 builds no mask for a single one, so neither layers nor whole steps would have one signature. Here
 the model gets the number of each token's document in training, computed on the device, in place of
-a mask. transformers hands on a mask of four dimensions as it is; attention makes a mask of it. So
-the inputs of layers are as long as the row, not its square, and have one shape.
+a mask. transformers hands on a mask of four dimensions as it is; attention reads the documents off
+it (`kernels.document_attention`). So the inputs of layers are as long as the row, not its square,
+and have one shape.
 
 Shapes: B batch, S sequence.
 """
@@ -27,6 +28,8 @@ from moe_graphs.integrations.transformers.mask_rules import (
     builder_of,
     mask_rule,
 )
+from moe_graphs.kernels import document_attention
+from moe_graphs.kernels.document_attention import has_document_kernel
 from moe_graphs.layers.documents import document_ids, document_mask
 
 DOCUMENTS = "_moe_graphs_documents"
@@ -61,14 +64,21 @@ def mask_documents(model: Any, done: Changes) -> None:
 
 def attention_within_documents(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *args: Any, **kwargs: Any,
+    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """``sdpa`` of transformers, which also takes document ids ``[B, 1, 1, S]`` for a mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_mask is not None and attention_mask.dtype == torch.int64:
-        attention_mask = document_mask(attention_mask[:, 0, 0])
-    return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+        ids_BS = attention_mask[:, 0, 0]
+        plain = kwargs.get("position_bias") is None
+        if plain and has_document_kernel(query, value, dropout):
+            mixed = document_attention(query, key, value, ids_BS, scale=scaling)
+            return mixed.transpose(1, 2), None
+        attention_mask = document_mask(ids_BS)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, **kwargs
+    )
 
 
 def _know_documents() -> None:
