@@ -220,7 +220,7 @@ def test_weights_in_fp8(compiled, columns, pingpong, dtype):
 
 def test_products_in_fp8_of_few_rows_are_counted_and_told_once(compiled, monkeypatch):
     monkeypatch.setattr(portable_launches, "_launches", Counter())
-    scales, codes = torch.empty(4, 8 * 1279), torch.zeros(8 * 1279, 512, dtype=torch.uint8)
+    scales, codes = torch.empty(4, 8 * 767), torch.zeros(8 * 767, 512, dtype=torch.uint8)
     w, w_scales = torch.zeros(8, 128, 512, dtype=torch.uint8), torch.empty(8, 1, 4)
     given = *(x.view(torch.float8_e4m3fn) for x in (codes, w)), torch.zeros(8, dtype=torch.int32)
 
@@ -228,8 +228,8 @@ def test_products_in_fp8_of_few_rows_are_counted_and_told_once(compiled, monkeyp
         part = given[0][:rows], scales[:, :rows].contiguous(), given[1], w_scales, given[2]
         compiled(lambda: gemm.matmul_rows_fp8(*part, BF16))
 
-    with pytest.warns(UserWarning, match="get 1279 rows each on average. .* fewer than 1280,"):
-        multiply(8 * 1279)
+    with pytest.warns(UserWarning, match="get 767 rows each on average. .* fewer than 768,"):
+        multiply(8 * 767)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         multiply(8 * 100)
