@@ -72,6 +72,8 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         return gemm.matmul_weights(x, dy, ends, out=total.zero_(), accumulate=True)
 
     yield "accumulated", accumulated
+    a = random(EXPERTS, WIDTH, 16)
+    yield "rows with LoRA in one pass", lambda: gemm.matmul_with_lora(x, w, a, b, ends)[0]
 
 
 def wrong_results(function: Callable[[], torch.Tensor], seconds: float) -> tuple[int, int]:

@@ -7,8 +7,9 @@ import pytest
 import moe_graphs
 from full_iterations import Run
 from full_iterations import train as train_whole_steps
-from moe_graphs import GraphConfig
+from moe_graphs import GraphConfig, portable_launches
 from moe_graphs.dispatch import AllToAllDispatcher, PaddedDispatcher
+from moe_graphs.kernels.routed_experts import fp8
 from moe_graphs.layers.moe import moe_layers
 from training_runs import DEVICES, eager_trace, tiny_model, train
 
@@ -35,6 +36,22 @@ def test_graphs(device, case):
     found = train(model, graphs, device)
     assert graphs.report().matched > 0
     found.assert_equal(eager_trace(device, **options))
+
+
+def test_launches_are_counted_within_scopes(monkeypatch):
+    """Kernels count launches that others would be faster than; a replay need not count them."""
+    quantized = fp8.swiglu_quantized
+
+    def counted(*given):
+        portable_launches.count("of this test")
+        return quantized(*given)
+
+    monkeypatch.setattr(fp8, "swiglu_quantized", counted)
+    model = tiny_model("cpu", layers="moe", precision="fp8")
+    graphs = moe_graphs.graph(model, GraphConfig("moe", warmup_steps=2, on_mismatch="error"))
+    train(model, graphs, "cpu")
+    assert graphs.report().matched > 0
+    assert graphs.report().portable_launches["of this test"] > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
