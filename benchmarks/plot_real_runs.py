@@ -25,6 +25,7 @@ from real_runs import SETS, Row, spread
 
 TITLES = {
     "small": "everything on, everything off: points held out, lines behind them training",
+    "fp8": "experts in FP8 and in bf16: means over seeds, held out from least to most",
     "optimizers": "optimizers: means over seeds, held out from least to most, training behind",
 }
 

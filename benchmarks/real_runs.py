@@ -6,10 +6,12 @@
     python benchmarks/plot_real_runs.py $lines
 
 `small` trains the preset of that name with everything off and with everything on, from one seed,
-each run alone on a GPU; `optimizers` trains `tiny` with every optimizer from five seeds. Several
-runs on a GPU (``--jobs``) learn what each would alone, but their seconds mean nothing. A run that
-fails, or is cut off after ``--seconds``, leaves a line with its error, and a file with all it
-printed.
+each run alone on a GPU; `optimizers` trains `tiny` with every optimizer from five seeds; `fp8`
+trains `small` from four seeds with experts in bf16 and in FP8 (on more text than Python's library:
+`installed_text.py` and ``--train "--data FILE"``), and the table says how far the held-out loss of
+a seed is from that in bf16, with the 95 % interval. Several runs on a GPU (``--jobs``) learn what
+each would alone, but their seconds mean nothing. A run that fails, or is cut off after
+``--seconds``, leaves a line with its error, and a file with all it printed.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ from timed_replays import NotReplayed, check_replayed
 
 TRAIN = (sys.executable, "-m", "moe_graphs", "train")
 TARGET = 0.85  # held-out bits per byte
+# Quantiles of Student's distribution at 97.5 %, for 1 to 7 degrees of freedom.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 POINTS = 120  # of a stored curve of the training loss, at most
 WHOLE = "--impl full_iteration --optimizer-in-graph"
 BF16 = "--dtype bfloat16 --stochastic-rounding"  # parameters, gradients and, as they are, states
-OFF = "everything off"
+OFF, BASE = "everything off", "bf16"
 SETS: Mapping[str, Mapping[str, str]] = {
     "small": {
         OFF: "--impl none --optimizer torch_adamw --no-deterministic",
@@ -60,9 +64,13 @@ SETS: Mapping[str, Mapping[str, str]] = {
         "our AdamW, states of 8 bits": f"{WHOLE} --optimizer adamw --optimizer-state 8bit",
         "Muon": f"{WHOLE} --optimizer muon",
     },
+    "fp8": {
+        BASE: f"{WHOLE} {BF16} --no-deterministic",
+        "experts in FP8": f"{WHOLE} {BF16} --no-deterministic --precision fp8",
+    },
 }
-PRESETS = {"small": "small", "optimizers": "tiny"}
-SEEDS = {"small": (0,), "optimizers": (0, 1, 2, 3, 4)}
+PRESETS = {"small": "small", "optimizers": "tiny", "fp8": "small"}
+SEEDS = {"small": (0,), "optimizers": (0, 1, 2, 3, 4), "fp8": (0, 1, 2, 3)}
 SMOKE = "--steps 5 --batch-size 2 --sequence-length 32 --warmup-steps 2"
 
 # What `train` prints, of which the log has no time, and no evaluation.
@@ -270,8 +278,23 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{statistics.mean(values):{form}}{some}"
 
 
+def apart(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """Percent by which runs held out more than others from the same seeds, and its 95 % interval.
+
+    The interval is Student's, of the differences.
+    """
+    bits = [{r["seed"]: r["held_out_bits_per_byte"] for r in some} for some in (rows, others)]
+    found = [100 * (bits[0][seed] / bits[1][seed] - 1) for seed in bits[0].keys() & bits[1].keys()]
+    if rows == others or not 2 <= len(found) <= len(STUDENT) + 1:
+        return "-"
+    half = STUDENT[len(found) - 2] * statistics.stdev(found) / len(found) ** 0.5
+    return f"{statistics.mean(found):+.2f} +- {half:.2f} %"
+
+
 def table(rows: Sequence[Row]) -> Table:
-    made = Table("", "runs", "held out, bits per byte", f"s to {TARGET}", "x", "tokens/s", "GiB")
+    made = Table("", "runs", "held out, bits per byte", f"from {BASE}", f"s to {TARGET}", "x",
+                 "tokens/s", "GiB")  # fmt: skip
+    base = [row for row in rows if row["contender"] == BASE and row["error"] is None]
     reference: float | None = None
     for variant in dict.fromkeys(row["contender"] for row in rows):
         own = [row for row in rows if row["contender"] == variant]
@@ -284,7 +307,8 @@ def table(rows: Sequence[Row]) -> Table:
         rate = spread([row["tokens_per_second"] for row in good], ",.0f")
         memory = spread([row["memory"]["bytes"] / 2**30 for row in good], ".1f")
         counted = f"{len(good)} of {len(own)}"
-        made.add_row(variant, counted, bits, spread(times, ".1f"), ratio, rate, memory)
+        times_to = spread(times, ".1f")
+        made.add_row(variant, counted, bits, apart(good, base), times_to, ratio, rate, memory)
     return made
 
 

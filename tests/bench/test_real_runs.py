@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import installed_text
 import plot_real_runs
 import real_runs
 from lm_runs import options, small_corpus
@@ -105,3 +106,30 @@ def test_an_unknown_variant_is_refused(capsys):
     with pytest.raises(SystemExit):
         real_runs.main(["--set", "small", "--variants", "everything"])
     assert "['everything'] are none of everything off; everything on" in capsys.readouterr().err
+
+
+def test_runs_in_fp8_beside_bf16():
+    """Differences are those of seeds that both have, and one seed has no interval."""
+    bits = {0: 1.0, 1: 2.0, 2: 4.0, 3: 1.0}
+    base = [{"seed": seed, "held_out_bits_per_byte": value} for seed, value in bits.items()]
+    other = [row | {"held_out_bits_per_byte": row["held_out_bits_per_byte"] * factor}
+             for row, factor in zip(base[:3], (1.01, 1.02, 1.03), strict=True)]  # fmt: skip
+    assert real_runs.apart(other, base) == "+2.00 +- 2.48 %"
+    assert real_runs.apart(other[:1], base) == real_runs.apart(base, base) == "-"
+
+
+def test_text_of_installed_packages(tmp_path, capsys):
+    """Copies, large files and files that are no text are left out."""
+    files = {
+        "a/b.py": b"x = 1\n", "a/c.py": b"x = 1\n", "d.md": b"# d\n",
+        "e.py": b"#" * 600_000, "f.py": b"\xff", "g.so": b"g",
+    }  # fmt: skip
+    (tmp_path / "a").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    out = tmp_path / "text.jsonl"
+    installed_text.main([str(out), "--root", str(tmp_path)])
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [
+        "x = 1\n", "# d\n",
+    ]  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["bytes"] == 10
