@@ -119,10 +119,12 @@ def both_apart(
     return added_apart(x, w, low, b, offsets), low
 
 
-def of_copied_rows(tokens: Tensor, grad: Tensor, a: Tensor, *given: Any) -> Tensor:
-    order, inverse, ends, *options = given
-    rows = lora._rows(tokens, order, inverse, *options)
-    return gemm.gradient_of_weights(rows, grad, ends, gemm.is_transposed(a))
+def of_copied_rows(
+    tokens: Tensor, low: Tensor, factor: Tensor, *given: Any, is_sorted: bool = False
+) -> Tensor:
+    order, inverse, ends, has_gaps = given
+    rows = lora._rows(tokens, order, inverse, has_gaps, is_sorted)
+    return gemm.gradient_of_weights(rows, low, ends, gemm.is_transposed(factor))
 
 
 @contextlib.contextmanager

@@ -304,7 +304,7 @@ class _UpProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_R2F):
         tokens_XD, low_Rr, a_EDr, b_Er2F, frozen, *indices = ctx.saved_tensors
-        order_R, inverse_TK, offsets_E = indices
+        _, inverse_TK, offsets_E = indices
         wants_tokens, wants_a, wants_b = (wants_gradient(ctx, i) for i in range(3))
         grad_tokens = grad_a = grad_b = None
         grad_low_Rr: Any = None
@@ -319,16 +319,8 @@ class _UpProjection(torch.autograd.Function):
         elif wants_a:
             grad_low_Rr = grouped_gemm_dgrad(grad_R2F, b_Er2F, offsets_E, False)
         if wants_a:
-            grad_a = _gradient_of_factor(
-                tokens_XD,
-                grad_low_Rr,
-                a_EDr,
-                order_R,
-                inverse_TK,
-                offsets_E,
-                ctx.has_gaps,
-                ctx.is_sorted,
-            )
+            tokens, gaps = (tokens_XD, grad_low_Rr, a_EDr), ctx.has_gaps
+            grad_a = _gradient_of_factor(*tokens, *indices, gaps, is_sorted=ctx.is_sorted)
         return grad_tokens, grad_a, grad_b, *[None] * 7
 
 
@@ -340,20 +332,21 @@ def _rows(
 
 def _gradient_of_factor(
     tokens_XD: Tensor,
-    grad_low_Rr: Tensor,
-    a_EDr: Tensor,
+    low_Rr: Tensor,
+    factor_EDr: Tensor,
     order_R: Tensor,
     inverse_TK: Tensor,
     offsets_E: Tensor,
     has_gaps: bool,
-    is_sorted: bool,
+    *,
+    is_sorted: bool = False,
 ) -> Tensor:
-    """``rows.T @ grad_low``, laid out like a; rows that are not there are read by their order."""
-    transposed = is_transposed(a_EDr)
+    """``rows.T @ low``, laid out like the factor; tokens are read by the order of their rows."""
+    transposed = is_transposed(factor_EDr)
     if is_sorted or has_gaps:
         rows_RD = _rows(tokens_XD, order_R, inverse_TK, has_gaps, is_sorted)
-        return gradient_of_weights(rows_RD, grad_low_Rr, offsets_E, transposed)
-    grad = gather_gemm_wgrad(tokens_XD, order_R, grad_low_Rr, offsets_E, transposed)
+        return gradient_of_weights(rows_RD, low_Rr, offsets_E, transposed)
+    grad = gather_gemm_wgrad(tokens_XD, order_R, low_Rr, offsets_E, transposed)
     return grad.mT if transposed else grad
 
 
@@ -389,8 +382,7 @@ class _DownProjection(torch.autograd.Function):
         if wants_rows or wants_weights:
             w2_EFD = frozen if ctx.packed is None else ctx.packed
             grad_RF, grad_low_Rr = _gradient_of_rows(grad_RD, w2_EFD, a_EFr, b_ErD, offsets_E)
-            if not wants_b:
-                del grad_RD
+            del grad_RD
             options = dict(with_result=wants_factors, is_lost=ctx.is_lost)
             grad_gate_up, grad_weights, weighted_RF = weighted_swiglu_backward(
                 gate_up_R2F, grad_RF, *routing, ctx.gate, **options
@@ -403,7 +395,8 @@ class _DownProjection(torch.autograd.Function):
             grad_a = gradient_of_weights(weighted_RF, grad_low_Rr, offsets_E, is_transposed(a_EFr))
         if wants_b:
             low_Rr = grouped_gemm_forward(weighted_RF, a_EFr, offsets_E, False)
-            grad_b = gradient_of_weights(low_Rr, grad_RD, offsets_E, is_transposed(b_ErD))
+            tokens = grad_TD, low_Rr, b_ErD.mT
+            grad_b = _gradient_of_factor(*tokens, *indices, ctx.has_gaps).mT
         if not wants_weights:
             grad_weights = None
         return grad_gate_up, grad_weights, grad_a, grad_b, *[None] * 6
