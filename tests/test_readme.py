@@ -19,8 +19,6 @@ from lm_runs import small_preset
 from moe_graphs.layers import LanguageModel
 from moe_graphs.pipelines.builders import one_f_one_b
 from moe_graphs.registry import PRESETS
-from moe_graphs.training.capturable import tensor_hyperparameters
-from moe_graphs.training.grad_scaler import GradScaler
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
@@ -168,30 +166,6 @@ def test_the_callables_are_graphed():
     expected = second(first(x))
     exec(code, names)
     assert torch.equal(names["second"](names["first"](x)), expected)
-
-
-@pytest.mark.parametrize("code", [text for text in CODE if "FullIteration" in text])
-def test_the_whole_step_is_replayed(code):
-    model, has_microbatches = language_model(), "# microbatches" in code
-    batch = {"tokens": torch.stack([tokens(), tokens()]) if has_microbatches else tokens()}
-    names = dict(
-        torch=torch, moe_graphs=moe_graphs, model=model, loss_of=loss_of, device="cpu",
-        scaler=GradScaler("cpu"), loader=[batch for _ in range(6)],
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True),
-    )  # fmt: skip
-    tensor_hyperparameters(names["optimizer"])
-    exec(code, names)
-    report = names["step"].report()
-    assert (report.captures, report.eager_calls) == (1, {"warmup": 3})
-    assert report.replayed > 0
-
-
-def test_the_first_whole_step_runs_as_it_stands():
-    code = next(text for text in CODE if "FullIteration" in text)
-    names: dict[str, object] = {}
-    exec(code, names)
-    report = names["step"].report()
-    assert (report.captures, report.matched, report.eager_calls) == (1, 5, {"warmup": 3})
 
 
 # ---- names

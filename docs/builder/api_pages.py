@@ -44,6 +44,15 @@ def pages() -> dict[str, tuple[str, str]]:
     return {"api/index.md": ("all modules", HEAD + "\n".join(rows) + "\n"), **found}
 
 
+def page_of(path: str) -> str | None:
+    """Place of the page that documents a file of the package; None if it is not public."""
+    for package in ("moe_graphs", *FOLDERS, *PACKAGES):
+        modules = [package, *(modules_of(package) if package in FOLDERS else ())]
+        if any(_source(module) == ROOT / path for module in modules):
+            return f"api/{package.removeprefix('moe_graphs.').replace('.', '_')}.md"
+    return None
+
+
 def modules_of(folder: str) -> list[str]:
     """Modules of a folder whose modules are imported by their own names."""
     files = sorted(_source(folder).parent.glob("[!_]*.py"))

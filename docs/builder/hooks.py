@@ -49,8 +49,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def _place(path: str) -> str:
+    """The file of the site's sources that a link leads to; public code has a page of the API."""
+    return api_pages.page_of(path) or repository.place(path)
+
+
 def _publish(path: str, files: Files, config: MkDocsConfig) -> None:
-    uri, there = repository.place(path), repository.ROOT / path
+    uri, there = _place(path), repository.ROOT / path
     if files.get_file_from_path(uri) is not None:
         return
     shown = uri.endswith(".md")
@@ -75,7 +80,7 @@ def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: Any) -> st
         path = repository.target(there, repository.origin(uri))
         if path is None:
             return link
-        found = repository.place(path)
+        found = _place(path)
         if files.get_file_from_path(found) is None:
             log.warning(f"{uri}: the link {link} leads to no page and to no file of the repository")
         return posixpath.relpath(found, posixpath.dirname(uri) or ".") + mark + anchor

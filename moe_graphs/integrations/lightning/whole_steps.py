@@ -52,8 +52,8 @@ class GraphWholeSteps(pl.Callback):
       changes what Python keeps, or logs or returns numbers (log tensors, or log in
       ``on_train_batch_end``);
     - other strategies than one device's, ``DDPStrategy`` and ``ModelParallelStrategy`` (FSDP2), and
-      settings of these that docs/many_gpus.md lists; other precision plugins than Lightning's for
-      fp32, fp64, fp16 and bf16, manual optimization, ``StochasticWeightAveraging``.
+      settings of these that docs/how_to/lightning.md lists; other precision plugins than
+      Lightning's for fp32, fp64, fp16 and bf16, manual optimization, ``StochasticWeightAveraging``.
 
     On several ranks all replay a batch or none does, whatever differs on one of them.
 
