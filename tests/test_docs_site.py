@@ -34,6 +34,7 @@ pytest.importorskip("material", reason="needs the extra docs")
 pytest.importorskip("mkdocstrings", reason="needs the extra docs")
 from mkdocs.structure.files import Files
 
+import api_pages
 import hooks
 import messages_page
 import repository
@@ -217,6 +218,22 @@ def test_a_list_behind_a_paragraph_is_a_list():
     assert repository.with_lists(text) == text.replace("a\n", "a\n\n")
 
 
+def test_a_number_in_a_table_stays_beside_its_unit():
+    text = "| a 2.5 ms step | 16 % |\nof 2.5 ms | 3 metres |\n"
+    kept = "| a 2.5\u00a0ms step | 16\u00a0% |\nof 2.5 ms | 3 metres |\n"
+    assert repository.with_units(text) == kept
+
+
+def test_public_code_has_its_page_of_the_api():
+    pages = {
+        "moe_graphs/__init__.py": "api/moe_graphs.md",
+        "moe_graphs/training/ema.py": "api/training.md",
+        "moe_graphs/integrations/lightning/__init__.py": "api/integrations_lightning.md",
+        "moe_graphs/engine/audit.py": None,
+    }
+    assert {path: api_pages.page_of(path) for path in pages} == pages
+
+
 def test_docstrings_become_googles():
     text = "A sentence::\n\n    code\n\nArgs:\n    a, b: one\n        two\n    c: three\n"
     parts = "a: one\n        two\n    b: one\n        two\n    c: three"
@@ -235,7 +252,7 @@ def test_messages_of_a_file_are_found(tmp_path, monkeypatch):
     )
     assert {(each.kind, each.text) for each in messages_page.messages_of(file)} == {
         ("GraphWarning", "ab"),
-        ("ValueError", "{x + 1} is much"),
+        ("ValueError", "{...} is much"),
         (messages_page.PART, "made of {x}, which nobody can take: mend it"),
     }
 

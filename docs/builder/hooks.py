@@ -71,7 +71,7 @@ def on_page_markdown(markdown: str, *, page: Page, files: Files, **_: Any) -> st
     uri = page.file.src_uri
     if uri.startswith("files/"):
         return markdown
-    markdown = repository.with_lists(markdown)
+    markdown = repository.with_units(repository.with_lists(markdown))
     if uri == "guide.md":  # a page of its own has the questions, which search finds there
         markdown = re.sub(r"^## Questions$", r"\g<0> { data-search-exclude }", markdown, flags=re.M)
 

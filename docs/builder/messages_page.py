@@ -17,7 +17,7 @@ PLACE = "messages.md"
 HEAD = """# Messages
 
 This page is written from the code when the site is built. Search it for the words of a message;
-`{...}` stands for a value that the message names.
+braces stand for values that the message names, such as `{name}`.
 
 ## Reasons for eager calls
 
@@ -130,13 +130,19 @@ def _said(node: ast.AST) -> tuple[str, ast.expr | None]:
     return "", None
 
 
+def _name_of(value: ast.expr) -> str:
+    """The last name of a variable or an attribute; dots for what is computed."""
+    name = getattr(value, "id", None) or getattr(value, "attr", "...")
+    return name.strip("_")
+
+
 def template(value: ast.expr | None) -> str:
     """The text of a message with the names of its values in braces; empty if it is no text."""
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return value.value
     if isinstance(value, ast.JoinedStr):
         return "".join(
-            str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+            str(part.value) if isinstance(part, ast.Constant) else f"{{{_name_of(part.value)}}}"
             for part in value.values
             if isinstance(part, ast.Constant | ast.FormattedValue)
         )

@@ -52,6 +52,13 @@ def with_lists(markdown: str) -> str:
     return "".join(parts)
 
 
+def with_units(markdown: str) -> str:
+    """The page with tables in which no line ends between a number and its unit."""
+    row = re.compile(r"^\|.*$", re.M)
+    unit = re.compile(r"(?<=\d) (?=(?:[mu]?s|[KMG]iB|TB/s|TFLOP/s|[kM]|%)(?!\w))")
+    return row.sub(lambda match: unit.sub("\u00a0", match[0]), markdown)
+
+
 def target(link: str, written_in: str) -> str | None:
     """The file or folder that a link names, relative to the repository; None for an address.
 
