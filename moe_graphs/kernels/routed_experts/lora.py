@@ -304,7 +304,7 @@ class _UpProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_R2F):
         tokens_XD, low_Rr, a_EDr, b_Er2F, frozen, *indices = ctx.saved_tensors
-        _, inverse_TK, offsets_E = indices
+        order_R, inverse_TK, offsets_E = indices
         wants_tokens, wants_a, wants_b = (wants_gradient(ctx, i) for i in range(3))
         grad_tokens = grad_a = grad_b = None
         grad_low_Rr: Any = None
@@ -319,8 +319,8 @@ class _UpProjection(torch.autograd.Function):
         elif wants_a:
             grad_low_Rr = grouped_gemm_dgrad(grad_R2F, b_Er2F, offsets_E, False)
         if wants_a:
-            tokens, gaps = (tokens_XD, grad_low_Rr, a_EDr), ctx.has_gaps
-            grad_a = _gradient_of_factor(*tokens, *indices, gaps, is_sorted=ctx.is_sorted)
+            tokens, order = (tokens_XD, grad_low_Rr, a_EDr), (order_R, inverse_TK, offsets_E)
+            grad_a = _gradient_of_factor(*tokens, *order, ctx.has_gaps, is_sorted=ctx.is_sorted)
         return grad_tokens, grad_a, grad_b, *[None] * 7
 
 
@@ -395,8 +395,8 @@ class _DownProjection(torch.autograd.Function):
             grad_a = gradient_of_weights(weighted_RF, grad_low_Rr, offsets_E, is_transposed(a_EFr))
         if wants_b:
             low_Rr = grouped_gemm_forward(weighted_RF, a_EFr, offsets_E, False)
-            tokens = grad_TD, low_Rr, b_ErD.mT
-            grad_b = _gradient_of_factor(*tokens, *indices, ctx.has_gaps).mT
+            tokens, order = (grad_TD, low_Rr, b_ErD.mT), (order_R, inverse_TK, offsets_E)
+            grad_b = _gradient_of_factor(*tokens, *order, ctx.has_gaps).mT
         if not wants_weights:
             grad_weights = None
         return grad_gate_up, grad_weights, grad_a, grad_b, *[None] * 6
