@@ -285,3 +285,60 @@ def head_and_loss(lines: list[Line]) -> str:
         "relative, against fp64, in the gradient that is worst."
     )
     return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
+
+
+def _rows_an_expert(line: Line) -> int:
+    return line["tokens"] * line["top_k"] // line["experts"]
+
+
+def fp8_experts(lines: list[Line]) -> str:
+    """One MoE layer with experts in FP8, beside the same in bf16."""
+    kinds = ("", " in FP8", " in FP8 but gradients of weights")
+    contenders = [f"ours{kind}, one graph" for kind in kinds]
+    sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
+    given = Select("moe_layer_fp8", gpu=H100).lines(lines)
+    rows, used = [], []
+    runs = _newest_runs(given, lambda line: ", ".join(f"{line[key]:,}" for key in sizes))
+    by_rows = sorted(runs, key=lambda name: _rows_an_expert(runs[name][0]))
+    for name in by_rows:
+        by_name = {line["contender"]: line for line in runs[name]}
+        shown = [by_name[contender] for contender in contenders]
+        medians = [line["train_ms"][1] for line in shown]
+        faster = [f"{each:.1f} ms, {times(medians[0] / each)}" for each in medians[1:]]
+        rows.append([
+            name, f"{_rows_an_expert(shown[0]):,}", f"{medians[0]:.1f} ms", *faster,
+            " -> ".join(f"{line['saved_mib']:,}" for line in shown[:2]),
+        ])  # fmt: skip
+        used += shown
+    apart = max(line["train_ms"][2] / line["train_ms"][0] for line in used) - 1
+    header = (
+        "tokens, hidden, ffn, experts, top-k | rows an expert | bf16 | `fp8` | `fp8_rows` | "
+        "MiB kept, bf16 -> `fp8`"
+    )
+    note = (
+        "Forward and backward of one MoE layer as a graph, even routing. Medians; rounds of one "
+        f"contender are up to {100 * apart:.0f} % apart."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
+def document_attention(lines: list[Line]) -> str:
+    """Attention within the documents of a row: our kernel and what torch has."""
+    given = Select("document_attention", gpu=H100).lines(lines)
+    shown = [line for line in given if line.get("length")]
+    rows = []
+    for line in shown:
+        cells = (
+            f"{line[f'{name}_us'] / 1e3:.2f} ms, {line[f'{name}_mib']} MiB"
+            for name in ("kernel", "mask", "varlen", "causal")
+        )
+        rows.append([f"{line['length']:,} tokens, {line['documents']}", *cells])
+    header = (
+        "a row, documents in it | here | a mask of the row's square | torch's `varlen_attn` | "
+        "causal, across documents"
+    )
+    note = (
+        "Forward and backward in bf16, 32 heads of 128 and 4 of keys, as graphs; memory at most. "
+        "The last column computes something else: what it costs to know no documents."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(shown)}"

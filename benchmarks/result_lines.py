@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "full_iteration": "python benchmarks/full_iteration.py --compile",
     "grouped_gemm": "moe-graphs bench gemm",
     "lora": "python benchmarks/fine_tuning.py",
+    "moe_layer_fp8": "python benchmarks/moe_layer.py --fp8",
     "moe_layer_zipf": "python benchmarks/moe_layer.py --routing even,zipf",
     "parallel_steps": f"{TWO_RANKS} benchmarks/parallel_steps.py",
     "parallel_steps_traced": f"{TWO_RANKS} benchmarks/parallel_steps.py --trace",
