@@ -27,6 +27,7 @@ from moe_graphs.integrations.transformers.checkpointing import (
 from moe_graphs.integrations.transformers.collected_outputs import collect_outputs
 from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits, defer_logits
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
+from moe_graphs.integrations.transformers.fp8_experts import experts_in_fp8
 from moe_graphs.integrations.transformers.lengths import SHAPES, Lengths, pad_lengths
 from moe_graphs.integrations.transformers.packed_rows import mask_documents
 from moe_graphs.integrations.transformers.packing import packing_of
@@ -40,6 +41,7 @@ from moe_graphs.integrations.transformers.rotary_positions import change_rotary
 from moe_graphs.integrations.transformers.static_masks import static_attention
 from moe_graphs.integrations.transformers.swapped_layers import swap_moe_layers
 from moe_graphs.kernels import cross_entropy, linear_cross_entropy
+from moe_graphs.layers.model_config import Precision
 from moe_graphs.training.batch_types import know_batches
 
 
@@ -113,6 +115,7 @@ def accelerate_model(
     residuals: bool = True,
     rotary: bool = True,
     loss: bool = True,
+    precision: Precision = "weights",
     graphs: GraphConfig | bool = True,
     lengths: Sequence[int] | bool | None = None,
     whole_steps: bool = False,
@@ -136,6 +139,11 @@ def accelerate_model(
         loss: the causal language model's cross entropy from hidden states, chunk by chunk. In
             training the model's ``logits`` are made only where somebody reads them, which ``print``
             of the result counts.
+        precision: ``"fp8"`` computes the products of routed experts and all their gradients in FP8,
+            ``"fp8_rows"`` all but the gradients of weights, as ``MoEConfig`` says. Whole MoE blocks
+            on our stages take it, where 128 divides their sizes, without LoRA beside them and not
+            in few bits; ``print`` of the result names what was left. Weights stay as they are.
+            Attention, routers, shared experts, dense layers and the head are computed as before.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
             than the GPU's work; with 16k tokens of a large model it wins nothing. A
@@ -165,7 +173,8 @@ def accelerate_model(
 
     Raises:
         ValueError: the model has graphs already, or is neither transformers' nor PEFT's;
-            ``whole_steps`` together with a ``GraphConfig`` or with ``lengths``; ``lengths``
+            ``whole_steps`` together with a ``GraphConfig`` or with ``lengths``; no experts take
+            ``precision``; ``lengths``
             together with ``GraphConfig(shapes=1)``; PEFT was to adapt experts that were in few bits
             already (``quantize_experts``).
     """
@@ -182,6 +191,7 @@ def accelerate_model(
     try:
         if experts:
             _change_experts(inner, done)
+        experts_in_fp8(inner, done, precision)
         if adapters:
             adapt_projections(inner, done)
         with trying():

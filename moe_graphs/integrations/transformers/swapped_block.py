@@ -33,8 +33,10 @@ from moe_graphs.integrations.transformers.packing import (
 )
 from moe_graphs.kernels import RowOrder, route
 from moe_graphs.kernels.choose_experts.reference import pairs_per_expert
+from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from moe_graphs.layers import MoEConfig, Routing
+from moe_graphs.layers.model_config import Precision
 from moe_graphs.layers.moe import MoEInput, MoEStages, Prepared, Routed
 from moe_graphs.layers.router import rule_of
 from moe_graphs.layers.topk_routers import TopKChoice
@@ -44,6 +46,10 @@ ROUTERS = ("gate", "router")
 SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_GATE = "shared_expert_gate"
 BIAS = "e_score_correction_bias"
+LORA_IN_FP8 = (
+    "LoRA is beside experts that accelerate_model(precision=) has put in FP8: their products have "
+    "the dtype of the weights"
+)
 SETTINGS = (bool, int, float, str, type(None))
 
 
@@ -59,7 +65,14 @@ class SwappedExperts(nn.Module):
     """Experts with the very parameters of ``experts``, which may be in few bits.
 
     ``gate_up_proj [E, 2F, D]`` and ``down_proj [E, D, F]``: transposed views multiply the rows.
+
+    Attributes:
+        precision: as in ``MoEConfig``; with LoRA beside them products have the weights' dtype.
+        keeps_codes: whether codes of weights in FP8 are kept from the forward to the backward.
     """
+
+    precision: Precision = "weights"
+    keeps_codes = True
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
@@ -85,6 +98,16 @@ class SwappedExperts(nn.Module):
         if not torch.is_autocast_enabled(tokens_TD.device.type):
             tokens_TD = tokens_TD.to(w1_ED2F.dtype)
         factors = beside_products(lora, is_transposed=False)
+        if self.precision != "weights":
+            if factors == (None, None):
+                assert isinstance(w1_ED2F, Tensor)
+                assert isinstance(w2_EFD, Tensor)  # experts in few bits are left
+                return routed_experts_fp8(
+                    tokens_TD, order, weights_TK, w1_ED2F, w2_EFD,
+                    is_sorted=is_sorted, keep_codes=self.keeps_codes,
+                    weight_gradients=self.precision == "fp8",
+                )  # fmt: skip
+            warnings.warn(LORA_IN_FP8, GraphWarning, stacklevel=2)
         given = tokens_TD, order, weights_TK, w1_ED2F, w2_EFD, *factors
         return routed_experts_with_lora(*given, is_sorted=is_sorted)
 
