@@ -11,6 +11,8 @@ graphs of several calls, median of the rounds. Factors are those of PEFT: fp32, 
 - `two passes`: the product with the first factor has a kernel of its own.
 - `copied rows`: the gradient of the first factor reads a copy of the rows, not the tokens.
 - `apart`: two products that are rounded, and a pass that adds them.
+- `ScatterMoE`: axolotl's kernels with LoRA, if they can be imported (a folder of axolotl's wheel,
+  `axolotl/integrations/kernels/libs/scattermoe_lora`, with empty packages above it).
 
 Gate first: gradients of `ours` and of `apart` are as far apart as bf16 rounds. The line has the
 time of single products, too. `--tiny` runs a small shape on the CPU, without times.
@@ -22,6 +24,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -43,6 +46,7 @@ from moe_graphs.kernels.gemm import heuristics
 from moe_graphs.kernels.routed_experts import lora, sums
 
 CALLS, APART = 4, 2e-2
+SCATTERMOE = "ScatterMoE"
 Step = Callable[[], list[Tensor]]
 
 
@@ -99,12 +103,40 @@ class Layer:
         given = self.tokens_TD, order, self.weights_TK, self.w1, self.w2, *factors
         return lora.routed_experts_with_lora(*given)
 
-    def step(self, has_factors: bool, checkpointing: bool) -> list[Tensor]:
+    def by_scattermoe(self) -> Tensor:
+        """The layer on axolotl's kernels, called as its forward for transformers calls them."""
+        theirs, n = scattermoe(), self.sizes
+        *indices, ends = theirs.flatten_sort_count(self.experts_TK, n.E)
+        factors = []
+        for a, b in zip(self.factors[::2], self.factors[1::2], strict=True):
+            by_expert = b.view(len(b), n.r, n.E).transpose(1, 2).reshape(len(b), -1)
+            factors.append((a.bfloat16(), by_expert.bfloat16(), 2.0))
+        given, weights = (*indices, ends), self.weights_TK.bfloat16()
+        gate_up = theirs.parallel_linear_lora(
+            self.tokens_TD, self.w1, n.K, *given, *factors[0], grouped_out=True
+        )
+        gate, up = gate_up.chunk(2, dim=-1)
+        rows, last = torch.nn.functional.silu(gate) * up, dict(grouped_in=True, gates=weights)
+        return theirs.parallel_linear_lora(rows, self.w2, 1, *given, *factors[1], **last)
+
+    def step(self, name: str, checkpointing: bool) -> list[Tensor]:
+        has_factors = name != "frozen"
         run = functools.partial(self.forward, has_factors)
+        if name == SCATTERMOE:
+            run = self.by_scattermoe
         if checkpointing:
             run = functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         leaves = [self.tokens_TD, self.weights_TK, *(self.factors if has_factors else [])]
         return list(torch.autograd.grad(run(), leaves, self.grad_TD))
+
+
+@functools.cache
+def scattermoe() -> Any:
+    """Axolotl's kernels, or None."""
+    try:
+        return importlib.import_module("axolotl.integrations.kernels.libs.scattermoe_lora")
+    except ImportError:
+        return None
 
 
 def added_apart(x: Tensor, w: Tensor, low: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -144,9 +176,11 @@ def way(name: str) -> Iterator[None]:
 def contenders(layer: Layer, checkpointing: bool) -> dict[str, Step]:
     def run(name: str) -> list[Tensor]:
         with way(name):
-            return layer.step(name != "frozen", checkpointing)
+            return layer.step(name, checkpointing)
 
     names = ["frozen", "ours", "two passes", "copied rows", "apart"]
+    if layer.tokens_TD.is_cuda and scattermoe() is not None:
+        names.append(SCATTERMOE)
     return {name: functools.partial(run, name) for name in names}
 
 
@@ -188,10 +222,15 @@ def microseconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 
 def measure(name: str, layer: Layer, checkpointing: bool, rounds: int) -> dict[str, Any]:
     steps = contenders(layer, checkpointing)
-    apart_by = difference(steps["ours"](), steps["apart"]())
-    if not apart_by < APART:
-        raise RuntimeError(f"{name}: gradients are {apart_by:.2e} of their size apart")
-    found = {"op": name, "checkpointing": checkpointing, "difference": apart_by}
+    ours, found = steps["ours"](), {"op": name, "checkpointing": checkpointing}
+    for other in ("apart", SCATTERMOE):
+        if other in steps:
+            apart_by = difference(ours, steps[other]())
+            if not apart_by < APART:
+                raise RuntimeError(
+                    f"{name}, {other}: gradients are {apart_by:.2e} of their size apart"
+                )
+            found |= {"difference" if other == "apart" else f"difference, {other}": apart_by}
     if layer.tokens_TD.is_cuda:
         for step in steps.values():
             step()
