@@ -37,5 +37,9 @@ def test_every_block_runs(tmp_path, monkeypatch, capsys):
             eager.append(names["accelerated"].graphs.report().eager_calls)
     assert eager == [{"warmup": 6}] * 3
     assert "norm of the gradients" in capsys.readouterr().out
-    for name in ("adapters/adapter_model.safetensors", "fine_tuned/model.safetensors"):
+    for name in (
+        "adapters/adapter_model.safetensors",
+        "fine_tuned/model.safetensors",
+        "merged/model.safetensors",
+    ):
         assert (tmp_path / "runs" / name).is_file()

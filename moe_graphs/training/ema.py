@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class ExponentialMovingAverage:
@@ -28,6 +28,10 @@ class ExponentialMovingAverage:
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay: {decay} must be at least 0 and below 1")
+        if isinstance(parameters, nn.Module):
+            raise ValueError(
+                f"parameters: got a module ({type(parameters).__name__}): pass its parameters()"
+            )
         self.decay = decay
         self.parameters = list(parameters)
         if not self.parameters:

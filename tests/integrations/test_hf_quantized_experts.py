@@ -231,7 +231,7 @@ def accelerated_loss(model):
 
 def test_what_needs_a_sum_of_weights_is_an_error():
     model = quantized(built())
-    with pytest.raises(AttributeError, match="down_proj"):
+    with pytest.raises(AttributeError, match="cannot merge .* load them beside experts in bf16"):
         model.merge_adapter()
     for accelerate in (False, True):
         if accelerate:

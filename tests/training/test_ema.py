@@ -66,6 +66,8 @@ def test_what_does_not_fit_is_refused():
     for decay in (-0.1, 1.0):
         with pytest.raises(ValueError, match="decay: .* must be at least 0 and below 1"):
             ExponentialMovingAverage(module.parameters(), decay)
+    with pytest.raises(ValueError, match=r"got a module .Linear.: pass its parameters\(\)"):
+        ExponentialMovingAverage(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="parameters: none were given"):
         ExponentialMovingAverage([])
     other = ExponentialMovingAverage(nn.Linear(4, 3).parameters())

@@ -698,13 +698,17 @@ def _difference(name: str, before: Any, now: Any) -> Mismatch:
         kind = "object" if isinstance(before, Tensor) else "module"
         return _moved(name, f"was replaced by another {kind}")
     if before is GONE:
-        message = f"{name!r} was not there at the capture and is {_shown(now)} now: take it away"
+        message = (
+            f"{name!r} was not there at the capture and is {_shown(now)} now: take it away, or "
+            f"leave it out of the names that the captured code has"
+        )
         return Mismatch("attribute", message)
     reason = "training_flag" if name.rsplit(".", 1)[-1] == "training" else "attribute"
     what = f"{_shown(before)} at the capture and is {_shown(now)} now"
     remedy = "set it back"
     if name.endswith("['lr']"):
-        remedy += f", or make it a tensor, which schedulers fill (lr=torch.tensor({before!r}, ...))"
+        made = "moe_graphs.training.capturable.tensor_hyperparameters(optimizer)"
+        remedy += f", or make it a tensor, which schedulers fill: {made}"
     return Mismatch(reason, f"{name!r} was {what}: {remedy}")
 
 

@@ -129,10 +129,12 @@ def trying() -> Iterator[None]:
 def derived(kind: type[Any], maker: Callable[[type[Any]], Any]) -> type[Any]:
     """``kind`` with the forward that ``maker`` makes of it, under the same name; once for each.
 
-    ``maker`` is a function of a module: a pickle of an object names it.
+    ``maker`` is a function of a module: a pickle of an object names it. It may return a dictionary
+    of several methods instead.
     """
+    made = maker(kind)
     own = {
-        "forward": maker(kind),
+        **(made if isinstance(made, dict) else {"forward": made}),
         "_makers": (*makers_of(kind), maker),
         "__reduce_ex__": _reduce,
         "__module__": kind.__module__,

@@ -250,8 +250,11 @@ def _give_forward(module: Any, maker: Callable[[type[Any]], Any]) -> None:
     change_class([module], derived(kind, maker))
 
 
-def packed_forward(kind: type[Any]) -> Callable[..., Tensor]:
-    """The forward of packed experts of a class, whatever implementation its model has chosen."""
+def packed_forward(kind: type[Any]) -> dict[str, Callable[..., Any]]:
+    """The forward of packed experts of a class, whatever implementation its model has chosen.
+
+    Whoever looks for a weight learns where it is.
+    """
 
     @functools.wraps(kind.forward)
     def forward(
@@ -259,7 +262,18 @@ def packed_forward(kind: type[Any]) -> Callable[..., Tensor]:
     ) -> Tensor:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
-    return forward
+    def attribute(self: Any, name: str) -> Any:
+        try:
+            return kind.__getattr__(self, name)
+        except AttributeError:
+            if name not in WEIGHTS:
+                raise
+            raise AttributeError(
+                f"{name} of {kind.__name__} is in few bits, and PEFT cannot merge into it: save "
+                f"the adapters, load them beside experts in bf16, and merge there"
+            ) from None
+
+    return {"forward": forward, "__getattr__": attribute}
 
 
 def check_adapters_of_packed(model: Any) -> None:
