@@ -20,10 +20,13 @@ from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.architectures import qwen3_30b_a3b
+from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.router import TopKRouter
 from moe_graphs.optim import AdamW
 
 WARMUP_STEPS = 3
 BATCHES = 64
+READ = 64  # columns of the embeddings that routers read, where choices are to be even
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Setting:
         host_steps: number of steps of a turn whose host time is taken, each after a
             synchronisation.
         microbatches: number of batches of a step, whose gradients are accumulated.
+        routing: how tokens spread over experts: as the untrained model has it, "even" or "zipf".
     """
 
     name: str
@@ -47,6 +51,7 @@ class Setting:
     host_steps: int = 3
     seed: int = 0
     microbatches: int = 1
+    routing: str = "untrained"
 
     @property
     def tokens(self) -> int:
@@ -58,6 +63,7 @@ class Setting:
         mlp = f"dense of {config.ffn_hidden_size}"
         if moe is not None:
             mlp = f"{moe.num_experts} experts of {moe.ffn_hidden_size}, top-{moe.top_k}"
+            mlp += "" if self.routing == "untrained" else f", routing {self.routing}"
         batch = f"{self.batch_size}x{config.max_sequence_length}"
         if self.microbatches > 1:
             batch = f"{self.microbatches} microbatches of {batch}"
@@ -183,6 +189,7 @@ class Run:
     ) -> None:
         self.contender, self.model, self.optimizer = contender, model, optimizer
         self.microbatches = microbatches
+        self.load: float | None = None
         self.device = batches.device
         self.graphs: Graphs | None = None
         self.full_iteration: FullIteration | None = None
@@ -278,13 +285,57 @@ class LanguageRun(Run):
         options = {"state_dtype": contender.state_dtype} if contender.state_dtype else {}
         optimizer = adamw(model, contender.our_adamw, **options)
         tokens = torch.randint(setting.config.vocab_size, shape, device=device)
+        if setting.routing != "untrained":
+            route_by_embeddings(model, setting.routing)
+        load = fullest(model, tokens[0, :, :-1])
         super().__init__(contender, model, optimizer, tokens, microbatches=setting.microbatches)
+        self.load = load
 
     def forward_backward(self, batch: Tensor) -> Tensor:
         output = self.forward(batch[:, :-1], batch[:, 1:])
         loss = output.loss + output.aux_loss
         loss.backward()
         return loss.detach()
+
+
+@torch.no_grad()
+def route_by_embeddings(model: LanguageModel, routing: str) -> None:
+    """Let routers read columns of the embeddings that layers do not write: choices are even.
+
+    Without that, tokens of an untrained model are alike behind the first layer, and half of the
+    experts get none. By Zipf's law, one of the columns is a constant.
+    """
+    columns, embedding_VD = slice(0, READ), model.embedding.weight
+    for layer in model.layers:
+        layer.attention.out.weight[columns] = 0
+        for router in (each for each in layer.modules() if isinstance(each, TopKRouter)):
+            scale = (router.weight.shape[1] / READ) ** 0.5
+            router.weight[:, columns] *= scale
+            router.weight[:, READ:] = 0
+            if routing == "zipf":
+                draw = torch.Generator().manual_seed(0)
+                ranks_E = torch.randperm(len(router.weight), generator=draw) + 1
+                router.weight[:, 0] = -ranks_E.log().to(router.weight) / 3
+        for experts in (each for each in layer.modules() if isinstance(each, GroupedExperts)):
+            experts.w2[..., columns] = 0
+    if routing == "zipf":
+        embedding_VD[:, 0] = 3 * embedding_VD[:, 1:].std()
+
+
+@torch.no_grad()
+def fullest(model: nn.Module, tokens_BS: Tensor) -> float | None:
+    """The fullest expert's tokens over the mean, in the layer with the most; None if dense."""
+    counts: list[Tensor] = []
+    routers = [each for each in model.modules() if isinstance(each, TopKRouter)]
+    hooks = [
+        router.register_forward_hook(lambda *given: counts.append(given[2].tokens_per_expert_E))
+        for router in routers
+    ]
+    if routers:
+        model(tokens_BS)
+    for hook in hooks:
+        hook.remove()
+    return max((float(each.max() / each.float().mean()) for each in counts), default=None)
 
 
 def adamw(model: nn.Module, ours: bool = False, **options: Any) -> torch.optim.AdamW:

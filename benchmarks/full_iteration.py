@@ -2,9 +2,10 @@
 
     python benchmarks/full_iteration.py --compile --out benchmarks/results/full_iteration_h200.jsonl
 
-Four models: the two of `partial_graphs.py`, the dense one of `examples/full_iteration_llama.py` and
-the UNet of `examples/diffusion_lightning.py`. For each eager, its scopes, forward and backward as
-one graph, the same with the optimizer (torch's fused AdamW, and ours), and
+Six models: the two of `partial_graphs.py`, the dense one of `examples/full_iteration_llama.py` and
+the UNet of `examples/diffusion_lightning.py`, and the GPU-bound one with experts that are chosen
+evenly and by Zipf's law (`load` is the fullest expert's over the mean). For each eager, its scopes,
+forward and backward as one graph, the same with the optimizer (torch's fused AdamW, and ours), and
 `torch.compile(mode="reduce-overhead")`. `README.md` beside this says how it measures and what the
 columns mean.
 """
@@ -34,6 +35,8 @@ COMPILED = Contender("torch.compile", compiled=True)
 SCOPES = {
     "launch_bound": "attn,moe",
     "gpu_bound": "attn,moe",
+    "gpu_bound_even": "attn,moe",
+    "gpu_bound_zipf": "attn,moe",
     "llama": "attn,mlp",
     "diffusion": "down.*,middle*,up.*",
 }
@@ -60,12 +63,13 @@ def settings() -> dict[str, Setting | DenoiserSetting]:
     other.
     """
     smaller = replace(gpu_bound(), batch_size=2)
-    return {s.name: s for s in (launch_bound(), llama(), DenoiserSetting(), smaller)}
+    routed = [replace(smaller, name=f"gpu_bound_{r}", routing=r) for r in ("even", "zipf")]
+    return {s.name: s for s in (launch_bound(), llama(), DenoiserSetting(), smaller, *routed)}
 
 
 def contenders(model: str, compiled: bool) -> list[Contender]:
     scopes = Contender(SCOPES[model], SCOPES[model])
-    whole = [FULL, FULL_OPTIMIZER, OUR_ADAMW, *([OF_8_BITS] if model.endswith("_bound") else [])]
+    whole = [FULL, FULL_OPTIMIZER, OUR_ADAMW, *([OF_8_BITS] if "_bound" in model else [])]
     return [EAGER, scopes, *whole, *([COMPILED] if compiled else [])]
 
 

@@ -169,7 +169,7 @@ class Benchmark:
             row = rows[contender.name]
             row["error"] = row["error"] or error
             if row["error"] is None:
-                runs[contender.name] = run
+                runs[contender.name], row["load"] = run, run.load
             elif run is not None:
                 run.release()
         if contenders[0].name in runs:

@@ -181,7 +181,9 @@ def test_a_rate_in_a_float_must_stay_as_it_is(device):
     toy = Toy(device, rate=0.01)
     step = warm(toy)
     toy.optimizer.param_groups[0]["lr"] = 0.02
-    with pytest.raises(GraphError, match=r"\['lr'\]. was 0.01 .* is 0.02 now.*tensor_hyperparameters"):
+    with pytest.raises(
+        GraphError, match=r"\['lr'\]. was 0.01 .* is 0.02 now.*tensor_hyperparameters"
+    ):
         step(toy.batch())
     toy.optimizer.param_groups[0]["lr"] = 0.01
     step(toy.batch())
