@@ -26,8 +26,14 @@ and 4 layers beside the same with fp32 states.
 Timed graphs have no audits (`--audits` switches them on), because a short run has more of them than
 a long one.
 
-Weights are random and made on the GPU. Each contender runs in a process of its own. A contender
-fails if its losses differ from those of the first contender of its row by more than `TOLERANCE`.
+Weights are random and made on the GPU. Tokens of such a model are alike behind the first layer, and
+more than half of the experts get none, where a trained model uses all of them. So routers read
+columns of the embeddings that no layer writes, which spreads tokens about evenly
+(`--routing untrained` leaves that out); `load` is the fullest expert's number of tokens over the
+mean, in the layer where that is most. Lines without `routing` are of untrained models.
+
+Each contender runs in a process of its own. A contender fails if its losses differ from those of
+the first contender of its row by more than `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -51,6 +57,7 @@ from moe_graphs.lm.metrics import peak_flops
 from own_process import in_own_process, leave
 
 WARMUP, MEASURED = 5, 5
+READ = 64  # columns of the embeddings that routers read, where tokens spread evenly
 TOLERANCE = 2e-2  # of the loss: kernels round otherwise
 AS_IT_COMES, ACCELERATED, GRAPHS = "transformers", "accelerate_model", "accelerate_model, graphs"
 NF4 = "accelerate_model, experts in NF4"
@@ -159,6 +166,7 @@ class Case:
     Attributes:
         smoke: a model that trains on a CPU in seconds.
         layers: how many layers the model has in place of the row's; 0 stands for the row's.
+        routing: "even", or "untrained", which is how the random weights have it.
     """
 
     row: str
@@ -168,6 +176,7 @@ class Case:
     measured: int = MEASURED
     audits: bool = False
     layers: int = 0
+    routing: str = "even"
 
     @property
     def size(self) -> Size:
@@ -187,7 +196,7 @@ class Case:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    given = options.smoke, options.measured, options.audits, options.layers
+    given = options.smoke, options.measured, options.audits, options.layers, options.routing
     for row in options.rows:
         for contender, checkpointing in SIZES[row].runs:
             if options.contenders is None or contender in options.contenders:
@@ -199,7 +208,13 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def model_of(case: Case, device: torch.device, sizes: Mapping[str, Any] | None = None) -> nn.Module:
     """The model of a case, or the same with other sizes."""
-    from peft import LoraConfig, get_peft_model
+    return prepared(bare_model(case, device, sizes), case, device)
+
+
+def bare_model(
+    case: Case, device: torch.device, sizes: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """The model of transformers, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -211,6 +226,16 @@ def model_of(case: Case, device: torch.device, sizes: Mapping[str, Any] | None =
     with device:
         model = AutoModelForCausalLM.from_config(config, **chosen)
     torch.set_default_dtype(torch.float32)
+    if case.routing == "even":
+        route_evenly(model)
+    return model
+
+
+def prepared(model: nn.Module, case: Case, device: torch.device) -> nn.Module:
+    """The model with adapters, experts in few bits and checkpointing, as the case wants them."""
+    from peft import LoraConfig, get_peft_model
+
+    size = case.size
     if size.trained != ALL_WEIGHTS:
         lora = LoraConfig(
             r=16,
@@ -227,6 +252,45 @@ def model_of(case: Case, device: torch.device, sizes: Mapping[str, Any] | None =
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+@torch.no_grad()
+def route_evenly(model: Any) -> None:
+    """Let routers read columns of the embeddings that attention and experts do not write."""
+    for layer in model.model.layers:
+        router, down = router_of(layer), layer.mlp.experts.down_proj
+        read = min(READ, router.weight.shape[1])
+        router.weight[:, :read] *= (router.weight.shape[1] / read) ** 0.5
+        router.weight[:, read:] = 0
+        is_transposed = down.shape[2] == router.weight.shape[1]  # [E, F, D]
+        (down if is_transposed else down.mT)[..., :read] = 0
+        layer.self_attn.o_proj.weight[:read] = 0
+        biased = layer.self_attn.o_proj.bias, getattr(layer.mlp.experts, "down_proj_bias", None)
+        for bias in biased:
+            if bias is not None:
+                bias[..., :read] = 0
+        if getattr(router, "bias", None) is not None:  # behind some layers it would decide alone
+            router.bias.zero_()
+
+
+def router_of(layer: Any) -> Any:
+    return next(getattr(layer.mlp, n) for n in ("gate", "router") if hasattr(layer.mlp, n))
+
+
+@torch.no_grad()
+def load_of(model: Any, tokens_BS: torch.Tensor) -> float:
+    """The fullest expert's tokens over the mean, in the layer where that is most."""
+    found: list[float] = []
+
+    def note(router: Any, given: Any, output: Any) -> None:
+        counts_E = torch.bincount(output[-1].flatten(), minlength=len(router.weight))
+        found.append(float(counts_E.max() / counts_E.float().mean()))
+
+    hooks = [router_of(layer).register_forward_hook(note) for layer in model.model.layers]
+    model.model(input_ids=tokens_BS, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return max(found)
 
 
 def _pack_experts(model: nn.Module, format: str, device: torch.device) -> None:
@@ -289,7 +353,12 @@ def flops_per_token(model: nn.Module, sequence: int, trained: str) -> float:
 
 def measure(case: Case) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, accelerated = model_of(case, device), None
+    model, accelerated = bare_model(case, device), None
+    shape = (1, min(case.size.sequence, 2048))
+    load = load_of(model, torch.randint(model.config.vocab_size, shape, device=device))
+    model = prepared(model, case, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     if case.contender != AS_IT_COMES:
         from moe_graphs.integrations.transformers import accelerate_model
 
@@ -322,6 +391,7 @@ def measure(case: Case) -> dict[str, Any]:
         "model_tflops": flops / 1e12,
         "mfu": None if peak is None else flops / peak,
         "losses": losses,
+        "load": load,
     }
     if device.type == "cuda":
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
@@ -390,6 +460,9 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"which to run, by semicolons: {'; '.join(sorted(every_contender()))}",
     )
     parser.add_argument("--measured", type=int, default=MEASURED, help="steps that are timed")
+    parser.add_argument(
+        "--routing", choices=("even", "untrained"), default="even", help="of tokens over experts"
+    )
     parser.add_argument("--audits", action="store_true", help="time graphs with their audits")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, also on a CPU")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for a contender")
@@ -426,6 +499,7 @@ SHOWN = (
     "speedup",
     "mfu",
     "max_allocated_bytes",
+    "load",
     "predicted_bytes",
     "error",
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_graphs.layers import LanguageModel
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -325,3 +327,20 @@ def test_whole_steps_on_a_gpu(modules, tmp_path):
         if row["contender"] == "full iteration, optimizer":
             assert row["timeline"]["graph_launches"] == 1
             assert row["timeline"]["kernel_launches"] < 10  # only the copies in and out
+
+
+def test_routing_of_whole_steps(modules):
+    """Tokens of an untrained model are alike, and go to few experts."""
+    contenders = modules.contenders
+    moe = replace(contenders.gpu_bound().config.moe, num_experts=32, top_k=2, ffn_hidden_size=16)
+    sizes = dict(num_layers=3, hidden_size=256, vocab_size=2048, num_heads=4, num_kv_heads=2)
+    config = replace(contenders.gpu_bound().config, **sizes, head_dim=32, moe=moe)
+    tokens, loads = torch.randint(2048, (1, 512)), []
+    for routing in ("untrained", "even", "zipf"):
+        torch.manual_seed(0)
+        model = LanguageModel(config)
+        if routing != "untrained":
+            contenders.route_by_embeddings(model, routing)
+        loads.append(contenders.fullest(model, tokens))
+    assert loads[0] > 3 > 2.2 > loads[1]
+    assert loads[2] > 6

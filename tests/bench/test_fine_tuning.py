@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 import fine_tuning
 
@@ -64,3 +66,20 @@ def test_other_losses_are_an_error():
     failed = {"error": "out of memory"}
     assert fine_tuning.compared(right, failed) is right
     assert fine_tuning.compared(failed, right) is failed
+
+
+@pytest.mark.parametrize("row", ["experts_16k", "gpt_oss_attention_2k"])
+def test_tokens_spread_over_all_experts(row, monkeypatch):
+    """Tokens of an untrained model are alike, and go to few experts."""
+    size = fine_tuning.SIZES[row]
+    monkeypatch.setitem(fine_tuning.SIZES, row, replace(size, attention="eager"))
+    key = "num_local_experts" if "num_local_experts" in size.model else "num_experts"
+    smaller = dict(num_hidden_layers=3, hidden_size=512, vocab_size=2048, head_dim=16)
+    widths = dict(intermediate_size=48, moe_intermediate_size=48, num_attention_heads=8)
+    sizes = {**size.model, **smaller, **widths, key: 32, "num_key_value_heads": 2}
+    loads = []
+    for routing in ("untrained", "even"):
+        case = fine_tuning.Case(row, size.runs[0][0], True, routing=routing)
+        model = fine_tuning.bare_model(case, torch.device("cpu"), sizes)
+        loads.append(fine_tuning.load_of(model, torch.randint(2048, (1, 512))))
+    assert loads[0] > 2.5 > 2 > loads[1]
