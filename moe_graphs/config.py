@@ -262,9 +262,10 @@ class GraphConfig:
     on_audit: str = "eager"
 
     def __post_init__(self) -> None:
-        if self.impl == "full_iteration":  # Megatron has it as one more choice of this option
+        # Megatron has it as one more choice of these options.
+        if "full_iteration" in (self.impl, *_normalised(self.scopes, self.impl)):
             raise ValueError(
-                "impl='full_iteration' captures the function that makes a step, which "
+                "'full_iteration' captures the function that makes a step, which "
                 "moe_graphs.graph never sees: use moe_graphs.FullIteration(step, model=model)"
             )
         if self.impl not in IMPLS:

@@ -22,6 +22,7 @@ BROKEN = {
     "preprocess_needs_router": (dict(scopes="moe_preprocess"), "add 'moe_router'"),
     "impl_unknown": (dict(impl="inductor"), "accepted are none, local, transformer_engine$"),
     "impl_of_a_whole_step": (dict(impl="full_iteration"), "use moe_graphs.FullIteration"),
+    "scope_of_a_whole_step": (dict(scopes="full_iteration"), "use moe_graphs.FullIteration"),
     "on_mismatch": (dict(on_mismatch="warn"), "accepted are 'eager', 'error'"),
     "warmup_steps": (dict(warmup_steps=0), "at least 1"),
 }

@@ -229,6 +229,7 @@ def test_public_code_has_its_page_of_the_api():
         "moe_graphs/__init__.py": "api/moe_graphs.md",
         "moe_graphs/training/ema.py": "api/training.md",
         "moe_graphs/integrations/lightning/__init__.py": "api/integrations_lightning.md",
+        "moe_graphs/errors.py": "api/others.md",
         "moe_graphs/engine/audit.py": None,
     }
     assert {path: api_pages.page_of(path) for path in pages} == pages

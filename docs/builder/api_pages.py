@@ -50,7 +50,8 @@ def page_of(path: str) -> str | None:
         modules = [package, *(modules_of(package) if package in FOLDERS else ())]
         if any(_source(module) == ROOT / path for module in modules):
             return f"api/{package.removeprefix('moe_graphs.').replace('.', '_')}.md"
-    return None
+    others = (_source(f"moe_graphs.{module}") for module in moe_graphs._MOVED)
+    return "api/others.md" if ROOT / path in others else None
 
 
 def modules_of(folder: str) -> list[str]:
