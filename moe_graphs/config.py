@@ -59,7 +59,8 @@ def _unknown(choice: Choice) -> str | None:
             hint = f"did you mean {close[0]!r}? " if close else ""
             return (
                 f"unknown scope {name!r}: {hint}scopes are {', '.join(SCOPE_STAGES)}; "
-                f"a submodule is selected by a pattern on its name, such as '*{name}'"
+                f"a submodule is selected by a pattern on its name, such as '*{name}', members of "
+                f"a list by '{name}.*'"
             )
     return None
 

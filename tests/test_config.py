@@ -13,7 +13,10 @@ from training_runs import tiny_model
 
 BROKEN = {
     "unknown": (dict(scopes="attn,moe_ruoter"), "did you mean 'moe_router'"),
-    "unknown_without_guess": (dict(scopes="xyz"), r"a pattern on its name, such as '\*xyz'"),
+    "unknown_without_guess": (
+        dict(scopes="xyz"),
+        r"a pattern on its name, such as '\*xyz'.* list by 'xyz\..'",
+    ),
     "duplicate": (dict(scopes=["attn", "attn"]), "listed twice"),
     "impl_none": (dict(scopes="attn", impl="none"), "leave scopes out to train eagerly"),
     "nothing_chosen": (dict(scopes=[]), "name scopes or impl='none'"),

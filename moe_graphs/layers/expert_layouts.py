@@ -129,7 +129,8 @@ def _projections(owner: Experts, names: Sequence[str] | None, what: str) -> tupl
     raise ValueError(
         f"from_experts: {what} ({type(owner).__name__}) has {', '.join(has) or 'no weights'}; "
         f"looked for {' or '.join('/'.join(each) for each in ([names] if names else NAMES))}. "
-        f"Name yours: names=('gate', 'up', 'down') or names=('gate_up', 'down')"
+        f"Name yours: names=('gate', 'up', 'down') or names=('gate_up', 'down'). Experts that "
+        f"compute something else than down(silu(gate(x)) * up(x)) cannot be converted"
     )
 
 
