@@ -272,7 +272,7 @@ def head_and_loss(lines: list[Line]) -> str:
         rows.append([
             line["shape"],
             *(
-                f"{line[f'{name}_us'] / 1e3:.1f} ms, {line[f'{name}_peak_mib']:,.0f} MiB, {e:.1e}"
+                f"{line[f'{name}_us'] / 1e3:.1f} ms, {line[f'{name}_peak_mib']:,.0f} MiB, {e:.4f}"
                 for name, e in zip(names, errors, strict=True)
             ),
         ])  # fmt: skip
