@@ -52,6 +52,15 @@ def lines_of_two_ranks(program: str) -> list[str]:
     return sorted(re.findall(r"rank \d: (?:(?!rank \d: ).)*", done.stdout))
 
 
+def test_other_pages_with_programs_have_tests_of_their_own():
+    """The tests are test_readme, test_tutorial, test_fine_tuning_page and test_pages_run."""
+    others = {file.name for file in DOCS.rglob("*.md") if "```python" in file.read_text()}
+    assert others - {file.name for file in PAGES} == {
+        *("guide.md", "tutorial.md", "fine_tuning.md"),
+        *("own_block.md", "concepts.md", "many_gpus.md"),
+    }
+
+
 def test_a_page_has_a_program_what_it_prints_and_an_answer():
     assert len(PAGES) > 10
     for file in PAGES:

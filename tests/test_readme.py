@@ -168,6 +168,19 @@ def test_the_callables_are_graphed():
     assert torch.equal(names["second"](names["first"](x)), expected)
 
 
+def test_chosen_experts_are_replayed():
+    (code,) = [text for text in CODE if "routing.replay" in text]
+    model = language_model()
+    names = dict(torch=torch, model=model, tokens=tokens(), targets=tokens())
+    exec(code, names)
+    assert len(names["choices"]) == sum(layer.is_moe for layer in model.layers)
+    assert all(layer.moe.router.weight.grad.any() for layer in model.layers if layer.is_moe)
+
+
+def test_every_block_of_these_documents_has_its_test():
+    assert len(CODE) == 3
+
+
 # ---- names
 
 
