@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import html
 import http.server
 import importlib
 import json
@@ -148,7 +149,14 @@ def test_search_finds_what_people_look_for(site):
     assert "glossary.html" in found["dropless"]
     assert "support.html" in found["sm_120"]
     assert "api/moe_graphs.html" in found["CaptureError"]
-    assert not any(entry["location"].startswith("files/") for entry in entries)
+    assert not any(entry["location"].startswith(("files/", "everything")) for entry in entries)
+
+
+def test_everything_in_one_page_has_every_how_to(site):
+    page = (site / "everything.html").read_text()
+    titles = [file.read_text().partition("\n")[0] for file in (ROOT / "docs/how_to").glob("*.md")]
+    assert len(titles) > 10
+    assert [each for each in titles if html.escape(each[2:], quote=False) not in page] == []
 
 
 @pytest.mark.parametrize("module", public_modules())

@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 import api_pages
+import everything_page
 import messages_page
 import questions_page
 import repository
@@ -38,6 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     texts |= {uri: text for uri, (_, text) in api_pages.pages().items()}
     for page in (support_page, messages_page, questions_page):
         texts[page.PLACE] = page.text()
+    texts[everything_page.PLACE] = everything_page.text(config.nav or [])
     for uri, text in texts.items():
         files.append(File.generated(config, uri, content=text))
     for file in list(files.documentation_pages()):
