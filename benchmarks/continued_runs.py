@@ -50,7 +50,8 @@ def run_all(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
     length: list[str] = []
     if options.smoke:  # evaluating on the library takes minutes there
         length = [*short, "--data", str(options.text)]
-    yield _trained(options, FIRST, first, ["--preset", preset, *options.first, *length, *device])
+    given = ["--preset", preset, *options.first, *(length or WHOLE.split()), *device]
+    yield _trained(options, FIRST, first, given)
     _run([*EXPORT, str(first), "--out", str(model), "--format", "transformers"], options.end)
     common = ["--steps", str(options.steps), *device]
     common += ["--learning-rate", "3e-4", "--warmup-steps", str(options.steps // 10)]

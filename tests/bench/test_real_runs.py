@@ -133,3 +133,5 @@ def test_text_of_installed_packages(tmp_path, capsys):
         "x = 1\n", "# d\n",
     ]  # fmt: skip
     assert json.loads(capsys.readouterr().out)["bytes"] == 10
+    installed_text.main([str(out), "--root", str(tmp_path), "--share", "1e-9"])
+    assert not out.read_text()
