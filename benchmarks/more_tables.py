@@ -211,15 +211,17 @@ def trl(lines: list[Line]) -> str:
     """TRL's trainers as they come, and with ``GraphCallback``."""
     rows, used = [], []
     given = Select("trl_trainers", {"smoke": False}, gpu=H100).lines(lines)
-    # A call may measure one contender only: GRPO's generation takes long.
-    newest = _newest_runs(given, lambda line: f"{line['trainer']}, {line['contender']}")
-    pairs: dict[str, list[Line]] = {}
-    for (line,) in newest.values():
-        pairs.setdefault(line["trainer"], []).append(line)
-    for trainer, pair in pairs.items():
-        plain = min(pair, key=lambda line: line["contender"] == "GraphCallback")
-        both = sorted(pair, key=lambda line: line is not plain)
-        for line in both if len(pair) == 2 else ():  # one of the two had no result
+    # A call may measure one contender only, as GRPO's generation takes long: pairs have a commit.
+    found: dict[str, dict[str, dict[str, Line]]] = {}
+    for line in sorted(given, key=lambda line: line["environment"]["date"]):
+        if not line.failed:
+            pairs = found.setdefault(line["trainer"], {})
+            pairs.setdefault(line["environment"]["commit"], {})[line["contender"]] = line
+    for trainer, pairs in found.items():
+        whole = [pair for pair in pairs.values() if len(pair) == 2]
+        both = sorted(whole[-1].values(), key=lambda x: x["contender"]) if whole else ()
+        for line in reversed(both):
+            plain = both[-1]
             rows.append([
                 f"`{trainer.upper()}Trainer`" if line is plain else "",
                 line["contender"] if line is plain else f"`{line['contender']}`",
@@ -236,7 +238,8 @@ def trl(lines: list[Line]) -> str:
     )
     for line in (line for line in used if line.get("sizes") and line.get("share")):
         note += (
-            f" GRPO has {line['sizes']['num_hidden_layers']} layers and completions of "
+            f" GRPO has {len(line['losses'])} steps, "
+            f"{line['sizes']['num_hidden_layers']} layers and completions of "
             f"{line['sizes']['max_completion_length']} tokens; generating them takes "
             f"{line['generation_ms']:,.0f} ms of a step."
         )
