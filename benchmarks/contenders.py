@@ -283,7 +283,8 @@ class LanguageRun(Run):
         )
         shape = (BATCHES, setting.batch_size, setting.config.max_sequence_length + 1)
         options = {"state_dtype": contender.state_dtype} if contender.state_dtype else {}
-        optimizer = adamw(model, contender.our_adamw, **options)
+        rate = learning_rate(setting.routing)
+        optimizer = adamw(model, contender.our_adamw, rate, **options)
         tokens = torch.randint(setting.config.vocab_size, shape, device=device)
         if setting.routing != "untrained":
             route_by_embeddings(model, setting.routing)
@@ -338,13 +339,20 @@ def fullest(model: nn.Module, tokens_BS: Tensor) -> float | None:
     return max((float(each.max() / each.float().mean()) for each in counts), default=None)
 
 
-def adamw(model: nn.Module, ours: bool = False, **options: Any) -> torch.optim.AdamW:
+def learning_rate(routing: str) -> float:
+    """Zero where choices are even or by Zipf's law: training would change them within ten steps."""
+    return 1e-4 if routing == "untrained" else 0.0
+
+
+def adamw(
+    model: nn.Module, ours: bool = False, rate: float = 1e-4, **options: Any
+) -> torch.optim.AdamW:
     kind = AdamW if ours else torch.optim.AdamW
     groups: dict[bool, list[nn.Parameter]] = {}
     for parameter in model.parameters():  # torch's kernel takes DTensors or others at a time
         groups.setdefault(hasattr(parameter, "to_local"), []).append(parameter)
     given = [{"params": parameters} for parameters in groups.values()]
-    return kind(given, lr=1e-4, fused=True, capturable=True, **options)
+    return kind(given, lr=rate, fused=True, capturable=True, **options)
 
 
 def synchronize(device: torch.device) -> None:

@@ -4,8 +4,9 @@
 
 Six models: the two of `partial_graphs.py`, the dense one of `examples/full_iteration_llama.py` and
 the UNet of `examples/diffusion_lightning.py`, and the GPU-bound one with experts that are chosen
-evenly and by Zipf's law (`load` is the fullest expert's over the mean). For each eager, its scopes,
-forward and backward as one graph, the same with the optimizer (torch's fused AdamW, and ours), and
+evenly and by Zipf's law (`load` is the fullest expert's over the mean; AdamW's rate is zero there,
+so that training does not change it). For each eager, its scopes, forward and backward as one graph,
+the same with the optimizer (torch's fused AdamW, and ours), and
 `torch.compile(mode="reduce-overhead")`. `README.md` beside this says how it measures and what the
 columns mean.
 """

@@ -6,7 +6,9 @@
 Same weights, same tokens, no auxiliary loss, bf16 parameters, torch's fused AdamW (a row says so
 where it is ours), `zero_grad(set_to_none=True)`. Every contender has a process of its own and a
 time limit: one that fails leaves a line with its error, and the others go on. With `--rounds 2`
-the list is gone through forwards, then backwards.
+the list is gone through forwards, then backwards. `--routing even,zipf` draws weights with which
+experts are chosen evenly and by Zipf's law, the same for every contender, and AdamW's rate is zero,
+so that they stay so. `load` in a line is the fullest expert's number of tokens over the mean.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ from rich.console import Console
 
 import environment
 from peer_models import worker
-from peer_models.cases import Case, cases
+from peer_models.cases import ROUTINGS, Case, cases
 from peer_models.entries import ENTRIES
 from peer_models.lines import line, table
 
@@ -43,6 +47,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--cases", default=known[0], help=f"comma-separated: {', '.join(known)}")
+    made.add_argument(
+        "--routing", default=ROUTINGS[0], help=f"comma-separated: {', '.join(ROUTINGS)}"
+    )
     made.add_argument("--contenders", default="*", help="comma-separated names, * and ? allowed")
     made.add_argument("--rounds", type=int, default=1, help="forwards, backwards, forwards, ...")
     made.add_argument("--time-limit", type=float, default=120.0, help="seconds per process")
@@ -78,6 +85,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(options.cases.split(",")) - set(known)
     if unknown:
         made.error(f"--cases: {sorted(unknown)} unknown: choose from {known}")
+    unknown = set(options.routing.split(",")) - set(ROUTINGS)
+    if unknown:
+        made.error(f"--routing: {sorted(unknown)} unknown: choose from {list(ROUTINGS)}")
     patterns = options.contenders.split(",")
     unmatched = [p for p in patterns if not fnmatch.filter(ENTRIES, p)]
     if unmatched:
@@ -93,8 +103,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def sized(name: str, options: argparse.Namespace) -> Case:
-    case = cases()[name]
+def sized(name: str, routing: str, options: argparse.Namespace) -> Case:
+    case = replace(cases()[name], routing=routing)
     return case.smoke(trace=False) if options.smoke else case.traced(not options.no_trace)
 
 
@@ -106,7 +116,7 @@ class Processes:
         self.gate = options.gate or folder / "gate"
         self.started = time.perf_counter()
 
-    def run_all(self, case: str, done: Callable[[str, list[Record]], None]) -> None:
+    def run_all(self, case: Case, done: Callable[[str, list[Record]], None]) -> None:
         """``done`` gets each name with what its processes have found, one after the other."""
         names, rounds = self.options.names, self.options.rounds
         order = [name for r in range(rounds) for name in (names if r % 2 == 0 else names[::-1])]
@@ -134,7 +144,7 @@ class Processes:
                 return
             time.sleep(0.05)
 
-    def run(self, name: str, case: str) -> Record:
+    def run(self, name: str, case: Case) -> Record:
         begun = time.perf_counter()
         if self._is_over():
             return {"error": self._not_started}
@@ -142,7 +152,9 @@ class Processes:
             record = self._run_in(Path(folder), name, case)
         seconds = time.perf_counter() - begun
         last = (record["error"] or "ok").splitlines()[-1]
-        self.console.print(f"[dim]{seconds:6.1f} s[/]  {case}: {name}: {last}", markup=True)
+        self.console.print(
+            f"[dim]{seconds:6.1f} s[/]  {case.name}, {case.routing}: {name}: {last}", markup=True
+        )
         return record | {"process_s": seconds}
 
     def _is_over(self) -> bool:
@@ -153,7 +165,7 @@ class Processes:
     def _not_started(self) -> str:
         return f"not started: --total-limit of {self.options.total_limit} s had passed"
 
-    def _run_in(self, folder: Path, name: str, case: str) -> Record:
+    def _run_in(self, folder: Path, name: str, case: Case) -> Record:
         record, output = folder / "record.json", folder / "output.txt"
         with output.open("w") as text:
             process = subprocess.Popen(
@@ -176,9 +188,10 @@ class Processes:
             why = self._not_started if waited else took
         return {"error": f"{said}\n{why}"}
 
-    def _command(self, name: str, case: str, record: Path) -> list[str]:
+    def _command(self, name: str, case: Case, record: Path) -> list[str]:
         options = self.options
-        command = [sys.executable, __file__, "--cases", case, "--device", options.device]
+        command = [sys.executable, __file__, "--cases", case.name, "--routing", case.routing]
+        command += ["--device", options.device]
         command += ["--smoke"] * options.smoke + ["--no-trace"] * options.no_trace
         if not options.smoke:
             command += ["--gate", str(self.gate), "--compiling", str(options.compiling)]
@@ -202,8 +215,8 @@ def compare(options: argparse.Namespace, console: Console, folder: Path) -> list
     """All lines, case by case, printed and appended as they come."""
     stamp = environment.stamp(options.commit)
     processes, lines = Processes(options, console, folder), []
-    for name in options.cases.split(","):
-        case, made = sized(name, options), []
+    for name, routing in product(options.cases.split(","), options.routing.split(",")):
+        case, made = sized(name, routing, options), []
 
         def keep(contender: str, found: list[Record], case: Case = case, made: list = made) -> None:
             made.append(line(contender, case, found, stamp))
@@ -212,7 +225,7 @@ def compare(options: argparse.Namespace, console: Console, folder: Path) -> list
                 with options.out.open("a") as file:
                     file.write(json.dumps(made[-1]) + "\n")
 
-        processes.run_all(name, keep)
+        processes.run_all(case, keep)
         made.sort(key=lambda each: options.names.index(each["contender"]))
         console.print(table(case, made))
         lines += made
@@ -224,7 +237,7 @@ def work(options: argparse.Namespace) -> None:
     """Measure one contender, in a process of its own."""
     name, record = options.worker
     worker.prepare()
-    case, device = sized(options.cases, options), torch.device(options.device)
+    case, device = sized(options.cases, options.routing, options), torch.device(options.device)
     worker.write_record(name, case, device, Path(record), options.gate, options.compiling)
     sys.stdout.flush()
     os._exit(0)  # graphs that hold a process group of NCCL's may hang when they are torn down

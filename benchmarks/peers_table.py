@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import model_flops
 from fp8_training import FROM_COMPARE
 from markdown_cells import gibibytes, milliseconds, table, times
+from peer_models.cases import ROUTINGS
 from result_lines import H100, H200, Line, Select, sources
 
 CASES: Mapping[str, str] = {
@@ -16,28 +18,35 @@ CASES: Mapping[str, str] = {
     "qwen3_30b_16k": "3 layers of Qwen3-30B-A3B, 16,384 tokens",
     "mixtral": "2 layers of Mixtral 8x7B, 8,192 tokens",
 }
+UNTRAINED = ROUTINGS[0]
 Newest = dict[str, Line]  # by contender
 NOT_RUN = "-"
+ROUTED: Mapping[str, str] = dict(zip(ROUTINGS, ("", ", even", ", skewed"), strict=True))
 
 
-def newest(lines: Sequence[Line], benchmark: str, model: str, gpu: str = H200) -> Newest:
-    """Last line of each contender, be it a time or a failure.
+def newest(
+    lines: Sequence[Line], benchmark: str, model: str, gpu: str = H200, routing: str = UNTRAINED
+) -> Newest:
+    """Last line of each contender, be it a time or a failure; a line may say no routing.
 
     A table without the last failures would show times that do not hold any more.
     """
     found = Select(benchmark, {"model": model}, gpu=gpu).lines(lines)
+    found = [line for line in found if (line.get("routing") or UNTRAINED) == routing]
     return {line["contender"]: line for line in sorted(found, key=lambda line: line.run)}
 
 
 def peers(lines: Sequence[Line], gpu: str = H200) -> str:
     """Table with a row per contender, the first case's fastest on top, after a summary."""
-    found = {case: run for case in CASES if (run := newest(lines, "peers", case, gpu))}
+    found = {
+        name + ROUTED[routing]: run
+        for (case, name), routing in product(CASES.items(), ROUTED)
+        if (run := newest(lines, "peers", case, gpu, routing))
+    }
     if not found:
         raise LookupError("no line of peers.py: run it with --out below benchmarks/results")
     used = [line for run in found.values() for line in run.values()]
-    header = " | ".join(
-        ["a training step: time, of peak, reserved memory", *(CASES[case] for case in found)]
-    )
+    header = " | ".join(["a training step: time, of peak, reserved memory", *found])
     timed = {line["contender"]: line["title"] for line in used if line.get("step_ms")}
     first = next(iter(found.values()))
     cells = {name: [_cell(run.get(name)) for run in found.values()] for name in timed}
@@ -46,7 +55,7 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
         [timed[name], *cells[name]]
         for name in sorted(shown, key=lambda name: _order(first.get(name)))
     ]
-    parts = [_ahead(case, run) for case, run in found.items()]
+    parts = [_ahead(label, run) for label, run in found.items()]
     note = "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ; "
     note += (
         "of peak: [model FLOPs](#how-flops-are-counted) in bf16, also where products are in FP8."
@@ -63,13 +72,13 @@ def peers_on_an_h100(lines: Sequence[Line]) -> str:
 
 
 LAYER_SIZE = ("tokens", "hidden", "ffn", "experts", "top_k")
-ROUTINGS = {"moe_layer": "even", "moe_layer_zipf": "skewed"}
+OF_LAYERS = {"moe_layer": "even", "moe_layer_zipf": "skewed"}
 
 
 def moe_layer(lines: Sequence[Line], gpu: str = H100) -> str:
     """Layers of all libraries, each beside ours of the same process; empty without such lines."""
     cases: dict[tuple[Any, ...], Newest] = {}
-    for benchmark in ROUTINGS:
+    for benchmark in OF_LAYERS:
         for line in sorted(Select(benchmark, gpu=gpu).lines(lines), key=lambda line: line.run):
             if line.get("load"):
                 case = (*(line[key] for key in LAYER_SIZE), benchmark)
@@ -78,7 +87,7 @@ def moe_layer(lines: Sequence[Line], gpu: str = H100) -> str:
     names = sorted({x["contender"] for x in used}, key=lambda name: (not _is_ours(name), name))
     rows, ahead = [], {"train_tflops": list[str](), "forward_tflops": list[str]()}
     for case, run in cases.items():
-        label = f"{', '.join(str(number) for number in case[:-1])}, {ROUTINGS[case[-1]]}"
+        label = f"{', '.join(str(number) for number in case[:-1])}, {OF_LAYERS[case[-1]]}"
         rows.append([label, *(_layer_cell(run.get(name)) for name in names)])
         for key, found in ahead.items():
             best = max(x[key] or 0 for name, x in run.items() if _is_ours(name) and not x.failed)
@@ -129,11 +138,11 @@ def fp8_training(lines: Sequence[Line], gpu: str = H200) -> str:
     return "\n\n".join([table(header, rows), *_failures(list(found.values())), sources(ran)])
 
 
-def _ahead(case: str, run: Newest) -> str:
+def _ahead(label: str, run: Newest) -> str:
     timed = sorted((x for x in run.values() if x.get("step_ms")), key=_order)
     ours = [line for line in timed if line["contender"].startswith("ours")]
     if not ours:
-        return f"{CASES[case]}: none of ours ran."
+        return f"{label}: none of ours ran."
     best = _order(ours[0])
     ahead = [f"{x['title']} ({times(best / _order(x))})" for x in timed if _order(x) < best]
     least = min(timed, key=lambda line: line["reserved_bytes"])
@@ -141,7 +150,7 @@ def _ahead(case: str, run: Newest) -> str:
     capture = ours[0].get("capture_s")
     waited = f" and took {capture:.0f} s to capture" if capture else ""
     return (
-        f"{CASES[case]}: ahead of {name}: {', '.join(ahead) or 'nobody'}. It reserves "
+        f"{label}: ahead of {name}: {', '.join(ahead) or 'nobody'}. It reserves "
         f"{gibibytes(ours[0])}{waited}; least memory: {least['title']}, {gibibytes(least)}."
     )
 

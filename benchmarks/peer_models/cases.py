@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from contenders import route_by_embeddings
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.architectures import mixtral_8x7b, qwen3_30b_a3b
 
 BATCHES = 64
 VOCABULARY = 32_768
+ROUTINGS = ("untrained", "even", "zipf")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Case:
         steps: timed back to back in a round.
         host_steps: of a round, each after a synchronisation.
         trace: whether some steps are profiled in the end.
+        routing: of `ROUTINGS`: as the untrained model has it, or by `route_by_embeddings`.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Case:
     steps: int = 8
     host_steps: int = 2
     trace: bool = True
+    routing: str = "untrained"
 
     @property
     def tokens(self) -> int:
@@ -43,11 +47,13 @@ class Case:
     def describe(self) -> str:
         config, moe = self.config, self.config.moe
         assert moe is not None
+        routing = "" if self.routing == "untrained" else f", routing {self.routing}"
         return (
             f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_heads} heads of "
             f"{config.head_size} ({config.kv_heads} kv), {moe.num_experts} experts of "
             f"{moe.ffn_hidden_size}, top-{moe.top_k}, {self.tokens:,} tokens "
             f"({self.batch_size}x{config.max_sequence_length}), vocabulary {config.vocab_size:,}"
+            f"{routing}"
         )
 
     def traced(self, trace: bool) -> Case:
@@ -92,10 +98,16 @@ def cases() -> dict[str, Case]:
     return {case.name: case for case in found}
 
 
-def initial_state(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of `LanguageModel`, drawn from one seed: every contender copies them."""
+def initial_model(case: Case, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+    """A model whose weights are drawn from one seed: every contender copies them.
+
+    Its weights alone decide the routing, so it is the same for all contenders.
+    """
     torch.manual_seed(0)
-    return dict(LanguageModel(case.config, device=device, dtype=dtype).state_dict())
+    model = LanguageModel(case.config, device=device, dtype=dtype)
+    if case.routing != "untrained":
+        route_by_embeddings(model, case.routing)
+    return model
 
 
 def _without_losses(config: TransformerConfig) -> TransformerConfig:

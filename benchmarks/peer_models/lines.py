@@ -17,7 +17,7 @@ from peer_models.entries import ENTRIES
 Line = dict[str, Any]
 # Measured once per process and the same but for noise: the largest is told.
 MOST = ("reserved_bytes", "max_allocated_bytes", "capture_s", "first_step_s", "build_s")
-SAME = ("settings", "graphs", "timeline", "first_losses", "last_loss")
+SAME = ("settings", "load", "graphs", "timeline", "first_losses", "last_loss")
 
 
 def line(name: str, case: Case, records: Sequence[Mapping[str, Any]], stamp: Any) -> Line:
@@ -31,6 +31,7 @@ def line(name: str, case: Case, records: Sequence[Mapping[str, Any]], stamp: Any
     made: Line = {
         "benchmark": "peers",
         "model": case.name,
+        "routing": case.routing,
         "setting": case.describe(),
         "contender": name,
         "title": entry.title,

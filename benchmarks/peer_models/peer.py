@@ -52,12 +52,14 @@ class PeerRun(Run):
         first_step_seconds: with everything that is compiled or tuned at the first call.
     """
 
-    def __init__(self, peer: Peer, contender: Contender, batches: Tensor) -> None:
+    def __init__(
+        self, peer: Peer, contender: Contender, batches: Tensor, rate: float = 1e-4
+    ) -> None:
         self.peer = peer
         self.capture_seconds: float | None = None
         self.first_losses: list[float] = []
         self.first_step_seconds: float | None = None
-        optimizer = adamw(peer.model, contender.our_adamw)
+        optimizer = adamw(peer.model, contender.our_adamw, rate)
         super().__init__(contender, peer.model, optimizer, batches)
 
     def forward_backward(self, batch: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from contenders import free_memory, synchronize
+from contenders import free_memory, fullest, learning_rate, synchronize
 from measure import Turns, counters, trace
 from moe_graphs.profiling.profiler import keep_profiler_ready
-from peer_models.cases import Case, initial_state
+from peer_models.cases import Case, initial_model
 from peer_models.entries import ENTRIES
 from peer_models.peer import PeerRun
 from timed_replays import check_replayed
@@ -96,12 +96,13 @@ def started_file(record: Path) -> Path:
 def measure(library: Any, name: str, case: Case, device: torch.device, found: Record) -> None:
     """Fills ``found`` as it goes, so that what came before a failure is kept.
 
-    Keys: ``step_samples_ms`` and ``host_samples_ms`` of every step, ``first_losses`` and
-    ``last_loss``, ``first_step_s`` and ``capture_s``, memory, and a trace's ``timeline``.
+    Keys: ``load`` (the fullest expert's, of the first batch), ``step_samples_ms`` and
+    ``host_samples_ms`` of every step, ``first_losses`` and ``last_loss``, ``first_step_s`` and
+    ``capture_s``, memory, and a trace's ``timeline``.
     """
     started = time.perf_counter()
     run = build(library, name, case, device)
-    found["settings"] = run.peer.settings
+    found["settings"], found["load"] = run.peer.settings, run.load
     found["build_s"] = time.perf_counter() - started
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -130,12 +131,16 @@ def build(library: Any, name: str, case: Case, device: torch.device) -> PeerRun:
     """``library``: the file of this folder that builds it."""
     entry = ENTRIES[name]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    state = initial_state(case, device, dtype)
+    batches, model = case.batches(device), initial_model(case, device, dtype)
+    load, state = fullest(model, batches[0, :, :-1]), dict(model.state_dict())
+    del model
     synchronize(device)  # Megatron's local graphs change the stream
     peer = library.build(case, state, device, dtype, **entry.options)
     del state
     free_memory(device)
-    return PeerRun(peer, entry.contender, case.batches(device))
+    run = PeerRun(peer, entry.contender, batches, learning_rate(case.routing))
+    run.load = load
+    return run
 
 
 def memory(device: torch.device) -> Record:

@@ -16,6 +16,7 @@ import torch
 import library_stand_ins
 import moe_layer
 import peers
+from contenders import fullest
 from grids import by_turns
 from moe_graphs.layers import MoEConfig
 from moe_graphs.layers.moe import MoELayer
@@ -98,6 +99,21 @@ def test_a_weight_that_is_elsewhere_shows(libraries, monkeypatch):
     monkeypatch.setattr(weights.LayerWeights, "of", exchanged)
     losses, _ = first_losses("te", smoke)
     assert (losses - expected).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("case", ["mixtral", "launch_bound"])
+def test_weights_decide_the_routing_of_every_contender(libraries, case):
+    """Loads are as asked, steps do not change them, and every contender has the same losses."""
+    loads = {}
+    for routing in ("even", "zipf"):
+        asked = replace(cases.cases()[case].smoke(), routing=routing)
+        expected, ours = first_losses("ours", asked)
+        losses, theirs = first_losses("te", asked)
+        torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
+        assert ours.load == theirs.load
+        assert fullest(ours.model, asked.batches(CPU)[0, :, :-1]) == ours.load
+        loads[routing] = ours.load
+    assert loads["even"] < 1.6 < 2 < loads["zipf"]
 
 
 def test_every_contender_has_a_file_and_a_title_of_its_own():
@@ -212,11 +228,13 @@ def test_the_table_of_the_readme():
     from peers_table import CASES, peers
     from result_lines import Line
 
-    def stored(contender, ms, date, case="launch_bound", error=None):
+    def stored(contender, ms, date, case="launch_bound", error=None, **more):
         stamp = {"gpu": "a GPU", "commit": "abc", "date": date, "torch": "2"}
         measured = {} if ms is None else {"step_ms": {"median": ms}, "reserved_bytes": 2**30}
         title = entries.ENTRIES[contender].title
-        values = dict(benchmark="peers", model=case, contender=contender, title=title, error=error)
+        values = dict(
+            benchmark="peers", model=case, contender=contender, title=title, error=error, **more
+        )
         return Line(values | measured | {"environment": stamp}, f"{date}.jsonl")
 
     lines = [
@@ -237,6 +255,10 @@ def test_the_table_of_the_readme():
     assert "1 more settings were measured on one of the models only" in text
     assert "Did not run: Megatron-core, alltoall, eager: `It died`." in text  # nobody else
     assert "It reserves 1.0 GiB; least memory: Transformer Engine, bf16, 1.0 GiB." in text
+    routed = [stored("ours", 12.0, "3", routing="zipf"), stored("te", 15.0, "3", routing="zipf")]
+    text = peers([*lines, *routed], gpu="a GPU")
+    assert f"| {CASES['launch_bound']} | {CASES['launch_bound']}, skewed |" in text
+    assert "| moe_graphs, eager | 10.0 ms, 24%, 1.0 GiB | 12.0 ms, 20%, 1.0 GiB |" in text
     with pytest.raises(LookupError, match=r"no line of peers.py"):
         peers([])
 
@@ -246,6 +268,7 @@ def test_the_table_of_the_readme():
     [
         ("--cases none", "unknown: choose from"),
         ("--contenders none", "match none of"),
+        ("--routing none", "unknown: choose from"),
         ("--device cpu", "needs a CUDA device"),
         ("--smoke --rounds 0", "must be at least 1"),
     ],
