@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from lm_runs import advance, fresh_trainer, options
 from moe_graphs.layers import LanguageModel
+from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.moe import moe_layers
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.options import ModelOptions
@@ -71,3 +73,47 @@ def test_refusals():
     dense = replace(small, model=replace(small.model, moe=None, moe_layers="none"))
     with pytest.raises(ValueError, match="precision: 'fp8', but the model has no experts: drop"):
         with_kernels(dense, asked, CPU)
+
+
+def put_in_an_outlier(experts: GroupedExperts) -> None:
+    """Let one number that experts read be 1e5, in the next batch alone."""
+
+    def replaced(_, given):
+        handle.remove()
+        tokens_TD = given[0].clone()
+        tokens_TD[3, 5] = 1e5
+        return tokens_TD, *given[1:]
+
+    handle = experts.register_forward_pre_hook(replaced)
+
+
+def disturbed(precision: str, disturb: Callable[[GroupedExperts], object]) -> torch.Tensor:
+    trainer = fresh_trainer(in_precision(precision))
+    advance(trainer, 3)
+    disturb(moe_layers(trainer.model)[0].experts)
+    advance(trainer, 8)
+    return trainer.history.loss[:8].clone()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rows"])
+def test_an_outlier_does_not_break_training(precision):
+    plain, ours = (disturbed(name, put_in_an_outlier) for name in ("weights", precision))
+    quiet = disturbed("weights", lambda experts: None)
+    assert plain[3] > quiet[3] + 0.01
+    torch.testing.assert_close(ours, plain, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rows"])
+@pytest.mark.parametrize("expert", [1, 2])  # many tokens go to them
+def test_an_overflow_does_not_break_training(expert, precision):
+    """An expert's first weight is 10,000 times as large; rounding shows more in the steps after."""
+
+    def enlarge(experts):
+        with torch.no_grad():
+            experts.w1[expert] *= 1e4
+
+    plain, ours = (disturbed(name, enlarge) for name in ("weights", precision))
+    assert plain[3] > plain[2] + 0.3
+    torch.testing.assert_close(ours[:4], plain[:4], rtol=0.02, atol=0)
+    torch.testing.assert_close(ours[4:], plain[4:], rtol=0.15, atol=0)
+    assert ours[-1] < ours[3]
