@@ -6,9 +6,10 @@
 Same weights, same tokens, no auxiliary loss, bf16 parameters, torch's fused AdamW (a row says so
 where it is ours), `zero_grad(set_to_none=True)`. Every contender has a process of its own and a
 time limit: one that fails leaves a line with its error, and the others go on. With `--rounds 2`
-the list is gone through forwards, then backwards. `--routing even,zipf` draws weights with which
-experts are chosen evenly and by Zipf's law, the same for every contender, and AdamW's rate is zero,
-so that they stay so. `load` in a line is the fullest expert's number of tokens over the mean.
+the list is gone through forwards, then backwards. Weights are such that experts are chosen evenly,
+with `--routing zipf` by Zipf's law, the same for every contender, and AdamW's rate is zero, so that
+they stay so; `--routing untrained` leaves weights as they are drawn, and trains. `load` in a line
+is the fullest expert's number of tokens over the mean.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--cases", default=known[0], help=f"comma-separated: {', '.join(known)}")
-    made.add_argument(
-        "--routing", default=ROUTINGS[0], help=f"comma-separated: {', '.join(ROUTINGS)}"
-    )
+    made.add_argument("--routing", default="even", help=f"comma-separated: {', '.join(ROUTINGS)}")
     made.add_argument("--contenders", default="*", help="comma-separated names, * and ? allowed")
     made.add_argument("--rounds", type=int, default=1, help="forwards, backwards, forwards, ...")
     made.add_argument("--time-limit", type=float, default=120.0, help="seconds per process")

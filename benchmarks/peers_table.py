@@ -56,7 +56,8 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
         for name in sorted(shown, key=lambda name: _order(first.get(name)))
     ]
     parts = [_ahead(label, run) for label, run in found.items()]
-    note = "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ; "
+    note = "Experts are chosen as by the untrained model, where a column does not say it. "
+    note += "Medians; bf16 parameters, torch's fused AdamW but where it says ours; hosts differ; "
     note += (
         "of peak: [model FLOPs](#how-flops-are-counted) in bf16, also where products are in FP8."
     )

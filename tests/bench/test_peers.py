@@ -160,6 +160,7 @@ def test_a_line_holds_what_was_measured(lines):
     assert good["graphs"]["captures"] == 1
     assert len(good["first_losses"]) == 5
     assert good["optimizer"] == "torch fused AdamW"
+    assert (good["routing"], good["load"] < 1.6) == ("even", True)
     assert good["environment"]["commit"] == "c"
 
 
