@@ -311,6 +311,7 @@ def _canonical(config: TransformerConfig) -> TransformerConfig:
         ffn_hidden_size=None if all(flags) else config.ffn_hidden_size,
         hidden_dropout=0.0,
         linear="torch",
+        precision="weights",
         moe=moe if any(flags) else None,
         moe_layers=flags if any(flags) and not all(flags) else "all",
         **(heads if config.latent is None else {}),

@@ -1,14 +1,17 @@
-"""Kernels of a layer's projections: torch's or Transformer Engine's."""
+"""Kernels of a layer's projections: torch's, ours in FP8, or Transformer Engine's."""
 
 from __future__ import annotations
 
+import functools
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_graphs.kernels.fp8 import check_sizes
+from moe_graphs.kernels.fp8.linear import linear_fp8
 from moe_graphs.registry import PROJECTIONS
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -67,3 +70,32 @@ def torch_linear(
     dtype: torch.dtype | None = None,
 ) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False, device=device, dtype=dtype)
+
+
+class FP8Linear(nn.Linear):
+    """A projection whose products are in FP8 (``TransformerConfig.precision``).
+
+    Attributes:
+        weight_gradients: whether those of the weight are, too.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        weight_gradients: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_sizes(in_features=in_features, out_features=out_features)
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+        self.weight_gradients = weight_gradients
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_fp8(input, self.weight, weight_gradients=self.weight_gradients)
+
+
+# By the name of a precision, as places that `build_linear` takes.
+IN_FP8 = {"fp8": f"{__name__}:FP8Linear", "fp8_rows": f"{__name__}:fp8_rows_linear"}
+fp8_rows_linear = functools.partial(FP8Linear, weight_gradients=False)

@@ -101,6 +101,7 @@ class LanguageModel(nn.Module):
         linear: str = "torch",
         experts: str = "moe_graphs",
         precision: Precision = "weights",
+        dense_precision: Precision | tuple[Precision, ...] = "weights",
     ) -> Self:
         """Load the model of a Hugging Face directory: config.json and safetensors, also sharded.
 
@@ -116,7 +117,8 @@ class LanguageModel(nn.Module):
             max_sequence_length: positions of the rotary tables (default: the model's).
             linear, experts: kernels, as in ``TransformerConfig`` and ``MoEConfig``. Experts with
                 another library's kernels add the experts of one layer to the peak memory.
-            precision: of the experts, as in ``MoEConfig``.
+            precision: of the routed experts, as in ``MoEConfig``.
+            dense_precision: of other layers, ``TransformerConfig.precision``.
 
         Raises:
             ValueError: an architecture that our layers do not compute, or files that are missing,
@@ -126,7 +128,7 @@ class LanguageModel(nn.Module):
 
         files = read_files(Path(directory), max_sequence_length)
         dtype = dtype_of(files) if dtype is None else dtype
-        config = replace(files.config, linear=linear)
+        config = replace(files.config, linear=linear, precision=dense_precision)
         if config.moe is not None:
             config = replace(config, moe=replace(config.moe, precision=precision))
         elif precision != "weights":

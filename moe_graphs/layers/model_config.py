@@ -89,10 +89,7 @@ class MoEConfig:
                 f"recompute='experts' needs experts={EXPERTS.words(lambda e: e.recomputes)!r}, got "
                 f"experts={self.experts!r}"
             )
-        if self.precision not in get_args(Precision):
-            raise ValueError(
-                f"precision {self.precision!r} is unknown: choose weights, fp8 or fp8_rows"
-            )
+        _check_precision(self.precision)
         if self.precision != "weights" and not EXPERTS[self.experts].computes_fp8:
             raise ValueError(
                 f"precision={self.precision!r} needs "
@@ -179,6 +176,14 @@ class TransformerConfig:
             ``layers.linear``. Router, norms, embedding and head always use ours or torch's.
         attention: a class of ``registry.ATTENTIONS``, or ``module:Class`` of your own; None for
             latent attention with ``latent``, else grouped-query attention.
+        precision: ``"fp8"`` computes the products of attention's projections, dense layers and
+            shared experts, and all their gradients, in blocks of FP8, as ``MoEConfig.precision``
+            does those of routed experts. ``"fp8_rows"`` computes gradients of weights in the
+            tokens' dtype. Both leave out the first layer, whose errors go through all others, and
+            the last one, whose errors go straight into the head; one precision per layer says
+            otherwise. 128 has to divide the sizes of every such projection. Router, gates, norms,
+            embedding and head stay as they are: they are small, or errors there reach every
+            token. ``"weights"`` computes in the weights' dtype.
     """
 
     hidden_size: int
@@ -200,6 +205,7 @@ class TransformerConfig:
     moe_layers: Literal["all", "none"] | tuple[bool, ...] | int = "all"
     linear: str = "torch"
     attention: str | None = None
+    precision: Precision | tuple[Precision, ...] = "weights"
 
     def __post_init__(self) -> None:
         check_positive(self, "hidden_size", "num_layers", "num_heads", "vocab_size")
@@ -213,6 +219,7 @@ class TransformerConfig:
         ATTENTIONS.check(self.attention_kind)
         self._check_heads()
         self._check_layers()
+        self._check_precision()
 
     @property
     def attention_kind(self) -> str:
@@ -245,6 +252,32 @@ class TransformerConfig:
         if isinstance(self.moe_layers, tuple):
             return self.moe_layers[index]
         return self.moe_layers == "all" or (index + 1) % self.moe_layers == 0
+
+    def precision_of(self, index: int) -> Precision:
+        """Precision of the projections of a layer."""
+        if isinstance(self.precision, tuple):
+            return self.precision[index]
+        return self.precision if 0 < index < self.num_layers - 1 else "weights"
+
+    def _check_precision(self) -> None:
+        given = self.precision if isinstance(self.precision, tuple) else (self.precision,)
+        for each in given:
+            _check_precision(each)
+        if isinstance(self.precision, tuple) and len(given) != self.num_layers:
+            raise ValueError(
+                f"precision must have one word per layer ({self.num_layers}), got {self.precision}"
+            )
+        if set(given) == {"weights"}:
+            return
+        if self.linear != "torch":
+            raise ValueError(
+                f"precision={self.precision!r} needs linear='torch', got linear={self.linear!r}"
+            )
+        if {self.precision_of(i) for i in range(self.num_layers)} == {"weights"}:
+            raise ValueError(
+                f"precision={self.precision!r} leaves out the first and the last layer, and there "
+                f"are {self.num_layers}: give one precision per layer"
+            )
 
     def _check_heads(self) -> None:
         if self.latent is not None:
@@ -289,6 +322,11 @@ class TransformerConfig:
                 f"ffn_hidden_size must be positive, got {self.ffn_hidden_size}: layers {dense} "
                 f"are dense"
             )
+
+
+def _check_precision(precision: str) -> None:
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision {precision!r} is unknown: choose weights, fp8 or fp8_rows")
 
 
 def _not_negative(config: object, *names: str) -> None:

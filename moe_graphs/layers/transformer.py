@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, D model.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from moe_graphs.dispatch import Dispatcher
 from moe_graphs.kernels import add_rms_norm
+from moe_graphs.layers.linear import IN_FP8
 from moe_graphs.layers.mlp import SwiGLU
 from moe_graphs.layers.model_config import TransformerConfig
 from moe_graphs.layers.moe import MoELayer, Prepared, Routed
@@ -86,6 +88,9 @@ class TransformerLayer(Staged):
         self.config, self.layer_index = config, layer_index
         if rope is None:
             rope = RotaryEmbedding.of(config, device)
+        precision = config.precision_of(layer_index)
+        if precision != "weights":
+            config = replace(config, linear=IN_FP8[precision], precision="weights")
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.attention = ATTENTIONS[config.attention_kind](config, rope, **factory)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)

@@ -202,7 +202,8 @@ def _on_ranks(
 
 
 def _precision(config: TransformerConfig) -> dict[str, Any]:
-    return {} if config.moe is None else {"precision": config.moe.precision}
+    of_experts = {} if config.moe is None else {"precision": config.moe.precision}
+    return {"dense_precision": config.precision, **of_experts}
 
 
 def _std(config: TransformerConfig) -> float:
@@ -247,9 +248,11 @@ def _surroundings(options: RunOptions, batches: TrainingBatches) -> dict[str, An
 
 def _described(config: TransformerConfig) -> dict[str, Any]:
     found = dataclasses.asdict(config)
-    moe = found["moe"]
-    if moe is not None and moe["precision"] == "weights":  # checkpoints before it have no such name
-        del moe["precision"]
+    # Checkpoints before these have no such names.
+    if found["precision"] == "weights":
+        del found["precision"]
+    if found["moe"] is not None and found["moe"]["precision"] == "weights":
+        del found["moe"]["precision"]
     return found
 
 

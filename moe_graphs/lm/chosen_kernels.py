@@ -25,16 +25,20 @@ def with_kernels(preset: Preset, asked: ModelOptions, device: torch.device) -> P
         ImportError: if Transformer Engine is asked for and is not installed.
     """
     experts, linear, fp8 = asked.experts, asked.linear, asked.fp8
+    precision: Any = asked.precision
     model = replace(preset.model, linear=linear)  # the configs check the names
+    if asked.dense_precision != "weights":
+        dense: Any = asked.dense_precision
+        model = replace(model, precision=dense)
     if model.moe is not None:
-        precision: Any = asked.precision
         moe = replace(model.moe, experts=experts, precision=precision)
         if asked.precision != "weights":
             check_sizes(hidden_size=model.hidden_size, ffn_hidden_size=moe.ffn_hidden_size)
         model = replace(model, moe=moe)
     elif asked.precision != "weights":
         raise ValueError(
-            f"precision: {asked.precision!r}, but the model has no experts: drop --precision"
+            f"precision: {asked.precision!r}, but the model has no experts: drop --precision, or "
+            f"take --dense-precision"
         )
     elif experts != "moe_graphs":
         raise ValueError(f"experts: {experts!r}, but the model has none: drop --experts")

@@ -53,8 +53,14 @@ class ModelOptions:
     )
     precision: str = option(
         "weights",
-        "Precision of the experts' products: weights (that of the weights), fp8 (blocks of 128; on "
-        "Hopper GPUs, and slowly on a CPU), or fp8_rows (without the gradients of weights).",
+        "Precision of the routed experts' products: weights (that of the weights), fp8 (blocks of "
+        "128; on Hopper GPUs, and slowly on a CPU), or fp8_rows (without the gradients of "
+        "weights). --dense-precision has other layers.",
+    )
+    dense_precision: str = option(
+        "weights",
+        "Precision of the products of attention's projections, dense layers and shared experts, as "
+        "--precision has it for routed experts; the first and the last layer are left out.",
     )
     linear: str = option(
         "torch",
@@ -338,7 +344,16 @@ class ProfileOutput(OutputOptions):
 class ProfileOptions:
     model: ProfiledModel = section(
         ProfiledModel,
-        ("impl", "preset", "optimizer_in_graph", "experts", "precision", "linear", "fp8"),
+        (
+            "impl",
+            "preset",
+            "optimizer_in_graph",
+            "experts",
+            "precision",
+            "dense_precision",
+            "linear",
+            "fp8",
+        ),
     )
     text: TextOptions = section(TextOptions, ("data", "attention_within_documents"))
     graphs: GraphOptions = section(GraphOptions, ("dispatcher",))

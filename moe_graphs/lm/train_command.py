@@ -191,6 +191,7 @@ def _describe(
     model, within = options.preset.model, options.asked.text.attention_within_documents
     batches = training_run.build_batches(options, text)
     source = "checkpoint" if options.init else "preset"
+    dense = map(model.precision_of, range(model.num_layers))
     ranks = [] if options.workers is None else [f"layout: {options.workers.described()}"]
     lines = (
         *ranks,
@@ -208,8 +209,8 @@ def _describe(
         f"loss: {_loss(settings)}",
         f"precision: {options.precision}",
         str(way),
-        f"kernels: experts {_experts(model)}, linear "
-        f"{model.linear}, fp8 {options.asked.model.fp8}; optimizer {settings.optimizer}"
+        f"kernels: experts {_experts(model)}, linear {model.linear}{_in_fp8(*dense)}, "
+        f"fp8 {options.asked.model.fp8}; optimizer {settings.optimizer}"
         f"{_update(settings)}",
     )
     for line in lines:
@@ -226,7 +227,11 @@ def _loss(settings: TrainSettings) -> str:
 def _experts(model: TransformerConfig) -> str:
     if model.moe is None:
         return "none"
-    return f"{model.moe.experts}{' in FP8' * (model.moe.precision != 'weights')}"
+    return f"{model.moe.experts}{_in_fp8(model.moe.precision)}"
+
+
+def _in_fp8(*precisions: str) -> str:
+    return " in FP8" * (set(precisions) != {"weights"})
 
 
 def _update(settings: TrainSettings) -> str:

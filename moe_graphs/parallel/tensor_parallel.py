@@ -191,6 +191,7 @@ def check_tensor_parallel(config: TransformerConfig, tp: int) -> None:
         "latent attention": config.latent is not None,
         "qk_norm='full', a norm over all heads together,": config.qk_norm == "full",
         f"linear={config.linear!r}": config.linear != "torch",
+        f"precision={config.precision!r} of projections": config.precision != "weights",
     }
     for name, found in refused.items():
         if found:

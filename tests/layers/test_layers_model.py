@@ -247,4 +247,4 @@ class TestConfig:
 
     def test_stay_small(self):
         assert len(fields(MoEConfig)) <= 18
-        assert len(fields(TransformerConfig)) <= 19
+        assert len(fields(TransformerConfig)) <= 20

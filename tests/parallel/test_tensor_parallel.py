@@ -134,6 +134,7 @@ def test_four_ranks_with_fsdp():
         ({"moe": {"shared_ffn_hidden_size": 18}}, "share shared_ffn_hidden_size 18"),
         ({"qk_norm": "full"}, "qk_norm='full', a norm over all heads together, is not built"),
         ({"linear": "transformer_engine"}, "linear='transformer_engine' is not built"),
+        ({"precision": ("fp8", "weights")}, "of projections is not built"),
         (
             {
                 "num_kv_heads": None,

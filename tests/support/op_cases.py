@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_graphs import kernels
+from moe_graphs.kernels.fp8.linear import linear_fp8
 from moe_graphs.kernels.heads.reference import rotate
 from moe_graphs.kernels.routed_experts import down_projection
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
@@ -156,6 +157,7 @@ def op_cases(
             ],
             [leaf(T, 128), weights_TK, leaf(E, 128, 256), leaf(E, 128, 128)],
         ),
+        "linear in FP8": OpCase(lambda x, w: [linear_fp8(x, w)], [leaf(2, T, 128), leaf(256, 128)]),
         "all": OpCase(_layer, [leaf(T, D), leaf(E, D), leaf(E, D, 2 * F), leaf(E, F, D)]),
     }
 

@@ -336,5 +336,21 @@ def check_sizes(**sizes: int) -> None:
         if size % BLOCK:
             raise ValueError(
                 f"precision='fp8' has blocks of {BLOCK}x{BLOCK}, so {BLOCK} must divide {name}, "
-                f"got {size}: choose another size, or leave the experts in their weights' precision"
+                f"got {size}: choose another size, or leave it in its weights' precision"
             )
+
+
+def rows_for_products(x: Tensor) -> Tensor:
+    """Rows as products in FP8 take them: cast under autocast.
+
+    Raises:
+        ValueError: they are on CUDA in another dtype than bf16 and fp16.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.is_cuda and x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"precision='fp8' takes tokens of bfloat16 or float16 on CUDA, got {x.dtype}: run the "
+            f'model under torch.autocast("cuda", torch.bfloat16, cache_enabled=False)'
+        )
+    return x

@@ -183,10 +183,11 @@ def _tell_if_few(rows: int, experts: int) -> None:
         name = "FP8 with few rows an expert, where bf16 is faster"
         if name not in portable_launches.portable_launches():
             warnings.warn(
-                f"moe_graphs: experts in FP8 get {each} rows each on average. Forward and backward "
-                f"of a layer are faster in bf16 with fewer than {FP8_PAYS_FROM}, since quantizing "
-                f"the weights takes as long for few rows as for many: take precision='weights', or "
-                f"more tokens at once. graphs.report().portable_launches counts such products",
+                f"moe_graphs: experts (or projections) in FP8 get {each} rows each on average. "
+                f"Forward and backward of a layer are faster in bf16 with fewer than "
+                f"{FP8_PAYS_FROM}, since quantizing the weights takes as long for few rows as for "
+                f"many: take precision='weights', or more tokens at once. "
+                f"graphs.report().portable_launches counts such products",
                 stacklevel=2,
             )
         portable_launches.count(name)

@@ -38,6 +38,7 @@ from moe_graphs.kernels.fp8 import (
     quantized,
     quantized_twice,
     quantized_weights,
+    rows_for_products,
     spread_columns,
     spread_quantized,
     swiglu_quantized,
@@ -87,14 +88,8 @@ def routed_experts_fp8(
             f"routed_experts_fp8 wants w1 [E, D, 2F] and w2 [E, F, D], got {tuple(w1_ED2F.shape)} "
             f"and {tuple(w2_EFD.shape)} for tokens {tuple(tokens_XD.shape)}"
         )
-    if torch.is_autocast_enabled(tokens_XD.device.type):
-        tokens_XD = tokens_XD.to(torch.get_autocast_dtype(tokens_XD.device.type))
     check_sizes(hidden_size=tokens_XD.shape[1], ffn_hidden_size=w2_EFD.shape[1])
-    if tokens_XD.is_cuda and tokens_XD.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"precision='fp8' takes tokens of bfloat16 or float16 on CUDA, got {tokens_XD.dtype}: "
-            f'run the model under torch.autocast("cuda", torch.bfloat16, cache_enabled=False)'
-        )
+    tokens_XD = rows_for_products(tokens_XD)
     inverse_TK = order.inverse_R.view_as(weights_TK)
     indices = order.order_R, inverse_TK, order.offsets_E
     options = order.has_gaps, is_sorted, recompute, keep_codes, weight_gradients, powers

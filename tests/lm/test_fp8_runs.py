@@ -1,4 +1,4 @@
-"""The command ``moe-graphs train`` with experts in FP8: what it builds, keeps and refuses."""
+"""The command ``moe-graphs train`` with products in FP8: what it builds, keeps and refuses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from lm_runs import advance, fresh_trainer, options
 from moe_graphs.layers import LanguageModel
 from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.linear import FP8Linear
 from moe_graphs.layers.moe import moe_layers
 from moe_graphs.lm.chosen_kernels import with_kernels
 from moe_graphs.lm.options import ModelOptions
@@ -20,16 +21,20 @@ from moe_graphs.registry import PRESETS
 CPU = torch.device("cpu")
 
 
-def in_precision(precision: str, **changes) -> RunOptions:
-    """A run whose sizes are whole blocks."""
-    given = options(**changes)
+def in_precision(precision: str = "weights", dense_precision: str = "weights") -> RunOptions:
+    """A run whose sizes are whole blocks, with a layer between the first and the last one."""
+    given = options()
     model = given.preset.model
-    moe = replace(model.moe, ffn_hidden_size=128)
-    model = replace(model, hidden_size=128, num_heads=4, head_dim=None, moe=moe)
-    preset = with_kernels(
-        replace(given.preset, model=model), ModelOptions(precision=precision), CPU
-    )
-    return replace(given, preset=preset)
+    moe = replace(model.moe, ffn_hidden_size=128, shared_ffn_hidden_size=0)
+    sizes = dict(hidden_size=128, num_heads=4, num_kv_heads=4, head_dim=None, ffn_hidden_size=128)
+    model = replace(model, **sizes, num_layers=3, moe=moe, moe_layers="all")
+    asked = ModelOptions(precision=precision, dense_precision=dense_precision)
+    return replace(given, preset=with_kernels(replace(given.preset, model=model), asked, CPU))
+
+
+def layers_in_fp8(model: LanguageModel) -> list[bool]:
+    """Whether attention's projections are in FP8, layer by layer."""
+    return [isinstance(layer.attention.qkv, FP8Linear) for layer in model.layers]
 
 
 def trained(given: RunOptions, steps: int = 6) -> torch.Tensor:
@@ -40,9 +45,12 @@ def trained(given: RunOptions, steps: int = 6) -> torch.Tensor:
 
 
 def test_a_run_in_fp8_is_near_one_without():
-    plain, ours = (trained(in_precision(name)) for name in ("weights", "fp8"))
-    assert not torch.equal(plain, ours)
-    torch.testing.assert_close(ours, plain, rtol=0.02, atol=0)
+    plain, experts, dense = (
+        trained(in_precision(*each)) for each in ((), ("fp8",), ("weights", "fp8"))
+    )
+    for ours in (experts, dense):
+        assert not torch.equal(plain, ours)
+        torch.testing.assert_close(ours, plain, rtol=0.02, atol=0)
 
 
 def test_a_checkpoint_says_it_and_those_before_it_said_nothing():
@@ -51,6 +59,11 @@ def test_a_checkpoint_says_it_and_those_before_it_said_nothing():
         for name in ("weights", "fp8")
     ]
     assert described == [None, "fp8"]
+    dense = [
+        fresh_trainer(in_precision(dense_precision=name)).surroundings["model"].get("precision")
+        for name in ("weights", "fp8")
+    ]
+    assert dense == [None, "fp8"]
 
 
 def test_pretrained_weights_go_on_in_fp8(tmp_path):
@@ -60,7 +73,15 @@ def test_pretrained_weights_go_on_in_fp8(tmp_path):
     LanguageModel(config).save_pretrained(tmp_path)
     model = LanguageModel.from_pretrained(tmp_path, precision="fp8")
     assert [layer.experts.precision for layer in moe_layers(model)] == ["fp8"] * config.num_layers
-    assert LanguageModel.from_pretrained(tmp_path).config.moe.precision == "weights"
+    plain = LanguageModel.from_pretrained(tmp_path)
+    assert plain.config.moe.precision == "weights"
+    assert not any(layers_in_fp8(plain))
+    dense = LanguageModel.from_pretrained(tmp_path, dense_precision="fp8")
+    assert layers_in_fp8(dense) == [False, True, False]
+    dense.save_pretrained(tmp_path / "again")
+    assert torch.equal(
+        LanguageModel.from_pretrained(tmp_path / "again").head.weight, plain.head.weight
+    )
 
 
 def test_refusals():
@@ -73,6 +94,11 @@ def test_refusals():
     dense = replace(small, model=replace(small.model, moe=None, moe_layers="none"))
     with pytest.raises(ValueError, match="precision: 'fp8', but the model has no experts: drop"):
         with_kernels(dense, asked, CPU)
+    with pytest.raises(ValueError, match="precision 'fp4' is unknown"):
+        with_kernels(dense, ModelOptions(dense_precision="fp4"), CPU)
+    both = ModelOptions(dense_precision="fp8", linear="transformer_engine")
+    with pytest.raises(ValueError, match="precision='fp8' needs linear='torch'"):
+        with_kernels(dense, both, CPU)
 
 
 def put_in_an_outlier(experts: GroupedExperts) -> None:
