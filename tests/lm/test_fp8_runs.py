@@ -114,7 +114,13 @@ def put_in_an_outlier(experts: GroupedExperts) -> None:
 
 
 def disturbed(precision: str, disturb: Callable[[GroupedExperts], object]) -> torch.Tensor:
-    trainer = fresh_trainer(in_precision(precision))
+    """Losses of a run of two layers, whose first experts are disturbed in the fourth step."""
+    given = options()
+    model = given.preset.model
+    sizes = dict(hidden_size=128, num_heads=4, head_dim=None)
+    model = replace(model, **sizes, moe=replace(model.moe, ffn_hidden_size=128))
+    asked, preset = ModelOptions(precision=precision), replace(given.preset, model=model)
+    trainer = fresh_trainer(replace(given, preset=with_kernels(preset, asked, CPU)))
     advance(trainer, 3)
     disturb(moe_layers(trainer.model)[0].experts)
     advance(trainer, 8)
