@@ -57,6 +57,8 @@ from moe_graphs.lm.metrics import peak_flops
 from own_process import in_own_process, leave
 
 WARMUP, MEASURED = 5, 5
+# Adapters write the columns that routers read, so choices would not stay even at a usual rate.
+RATE = {"even": 1e-7, "untrained": 1e-4}
 READ = 64  # columns of the embeddings that routers read, where tokens spread evenly
 TOLERANCE = 2e-2  # of the loss: kernels round otherwise
 AS_IT_COMES, ACCELERATED, GRAPHS = "transformers", "accelerate_model", "accelerate_model, graphs"
@@ -317,9 +319,11 @@ def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     from moe_graphs.optim import AdamW
 
     if case.contender == LEAN:
-        return AdamW(trained, lr=1e-4, state_dtype=torch.uint8, stochastic_rounding=True)
+        return AdamW(
+            trained, lr=RATE[case.routing], state_dtype=torch.uint8, stochastic_rounding=True
+        )
     if case.size.trained != ALL_WEIGHTS:
-        return torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        return torch.optim.AdamW(trained, lr=RATE[case.routing], fused=True)
     from moe_graphs.training.update_in_backward import UpdateInBackward
 
     state = torch.float32 if case.contender == FP32_STATES else torch.uint8
