@@ -21,7 +21,7 @@ from moe_graphs.integrations.transformers import (  # noqa: E402
     adaptable_experts,
     quantize_experts,
 )
-from moe_graphs.integrations.transformers.bitsandbytes_files import stored_of  # noqa: E402
+from moe_graphs.integrations.transformers.packed_files import stored_of  # noqa: E402
 from moe_graphs.integrations.transformers.quantized_experts import Packer  # noqa: E402
 from moe_graphs.kernels.packed_weights import FORMATS  # noqa: E402
 from moe_graphs.kernels.packed_weights.reference import DYNAMIC_VALUES, NF4_VALUES  # noqa: E402
@@ -83,7 +83,7 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path):
     ]
     assert torch.equal(*logits)
     config.quantization_config = ExpertsInFewBits("fp8").to_dict()
-    with pytest.raises(ValueError, match="only nf4, nf4_double, mxfp4 are read as they are"):
+    with pytest.raises(ValueError, match="the files have no model.layers.0.mlp.experts.gate_up"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
 
 
@@ -352,6 +352,81 @@ def test_experts_of_bitsandbytes_are_never_there_in_16_bits(name, tmp_path, monk
     auto = transformers.AutoModelForCausalLM
     most = most_alive(monkeypatch, lambda: auto.from_pretrained(tmp_path, **given))
     assert most <= others
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+FP8_SIZES = dict(num_hidden_layers=2, hidden_size=128, moe_intermediate_size=128)
+
+
+def in_blocks(matrix):
+    """Codes and scales of a matrix as DeepSeek-V3 has them: blocks at the edges are cut off."""
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix, (0, -columns % 128, 0, -rows % 128))
+    codes, scales = FORMATS["fp8"].quantize(padded[None])
+    return codes[0, :rows, :columns].contiguous(), scales[0]
+
+
+def saved_in_fp8(directory, family):
+    """A directory whose projections are in FP8, and its configuration and tensors."""
+    model_of(family, **FP8_SIZES).save_pretrained(directory)
+    (file,) = directory.glob("*.safetensors")
+    weights, found = load_file(file), {}
+    for name, each in weights.items():
+        is_packed = "_proj" in name and each.dim() == 2
+        parts = in_blocks(each) if is_packed else (each,)
+        found |= dict(zip((name, f"{name}_scale_inv"), parts, strict=False))
+    save_file(found, file, {"format": "pt"})
+    config = transformers.AutoConfig.from_pretrained(directory)
+    config.quantization_config = ExpertsInFewBits("fp8").to_dict()
+    return config, found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_in_fp8_files_are_read_code_for_code_and_the_rest_is_dequantised(family, tmp_path):
+    config, files = saved_in_fp8(tmp_path, family)
+    given = dict(config=config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    assert model.hf_quantizer.packed.layers > 0
+    found, prefix = model.state_dict(), "model.layers.1"
+    whole_ones = [n for n in found if f"{n}_scale_inv" in files]
+    assert any("self_attn" in name for name in whole_ones)
+    for full in whole_ones:
+        scales = torch.kron(files[f"{full}_scale_inv"], torch.ones(128, 128))
+        codes = files[full].float()
+        whole = codes * scales[: codes.shape[0], : codes.shape[1]]
+        assert torch.equal(found[full], whole.bfloat16())
+    for end in ("", "_scale_inv"):
+        one = f"{prefix}.mlp.experts.5."
+        parts = [files[f"{one}{name}_proj.weight{end}"] for name in ("gate", "up", "down")]
+        joined = torch.cat([bits(each) for each in parts[:2]])
+        assert torch.equal(bits(found[f"{prefix}.mlp.experts.gate_up_proj{end}"][5]), joined)
+        assert torch.equal(bits(found[f"{prefix}.mlp.experts.down_proj{end}"][5]), bits(parts[2]))
+    assert torch.equal(found["lm_head.weight"], files["lm_head.weight"])
+    assert accelerate_model(model, graphs=False).model(input_ids=tokens()).logits.isfinite().all()
+
+
+def test_fp8_files_in_other_blocks_are_errors():
+    matrix = {"": torch.zeros(128, 256).to(torch.float8_e4m3fn), "_scale_inv": torch.ones(2, 2)}
+    with pytest.raises(ValueError, match=r"the files have no fp8, but weight torch.float8_e4m3fn"):
+        stored_of(matrix, FORMATS["fp8"])
+    with pytest.raises(ValueError, match=r"the files have no nf4, but weight torch.float8_e4m3fn"):
+        stored_of(matrix, FORMATS["nf4"])
+    half = {"": matrix[""][:64], "_scale_inv": torch.ones(1, 2)}
+    with pytest.raises(ValueError, match=r"\(1, 64, 256\) does not divide by"):
+        stored_of(half, FORMATS["fp8"])
+
+
+@pytest.mark.parametrize(
+    "scales", [{}, {f"{Q_PROJ}_scale_inv": torch.ones(2, 2)}], ids=["none", "of other blocks"]
+)
+def test_fp8_files_whose_scales_do_not_fit_are_errors(scales, tmp_path):
+    """The weight of an attention would otherwise be codes without their scales."""
+    config, files = saved_in_fp8(tmp_path, "qwen3_moe")
+    del files[f"{Q_PROJ}_scale_inv"]
+    (file,) = tmp_path.glob("*.safetensors")
+    save_file(files | scales, file, {"format": "pt"})
+    with pytest.raises(RuntimeError, match="conversion"):  # transformers logs what ours says
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA.*:UserWarning")

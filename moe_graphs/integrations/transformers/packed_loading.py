@@ -16,13 +16,12 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moe_graphs.integrations.transformers import bitsandbytes_files
+from moe_graphs.integrations.transformers import packed_files
 from moe_graphs.integrations.transformers.packing import WEIGHTS
 from moe_graphs.integrations.transformers.quantized_experts import Packer, QuantizedExperts
 from moe_graphs.kernels.packed_weights import format_named
 
 _METHOD = "moe_graphs"
-_AS_THEY_ARE = ("nf4", "nf4_double", "mxfp4")
 
 
 @register_quantization_config(_METHOD)
@@ -33,10 +32,10 @@ class ExpertsInFewBits(QuantizationConfigMixin):  # type: ignore[misc]
     of what was packed. PEFT comes behind it, for experts within ``adaptable_experts``. Adapters can
     be saved, the model cannot: the directory that it came from is its checkpoint.
 
-    gpt-oss's files have MXFP4 already, and those that bitsandbytes has packed have NF4:
-    ``config.quantization_config = ExpertsInFewBits("mxfp4").to_dict()``, and
-    ``from_pretrained(..., config=config)`` takes their codes as they are. Weights of NF4 files that
-    are no experts' are dequantised.
+    gpt-oss's files have MXFP4 already, those that bitsandbytes has packed NF4, and DeepSeek-V3's
+    FP8: ``config.quantization_config = ExpertsInFewBits("mxfp4").to_dict()``, and
+    ``from_pretrained(..., config=config)`` takes their codes as they are. Weights of NF4 and FP8
+    files that are no experts' are dequantised.
 
     Args:
         format: ``"nf4"``, ``"nf4_double"``, ``"mxfp4"`` or ``"fp8"``.
@@ -57,13 +56,6 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     is_trainable = True
 
     def validate_environment(self, *given: Any, **options: Any) -> None:
-        if self.pre_quantized and self.quantization_config.format not in _AS_THEY_ARE:
-            formats = ", ".join(_AS_THEY_ARE)
-            raise ValueError(
-                f"ExpertsInFewBits: config.quantization_config says that the files have "
-                f"{self.quantization_config.format}, and only {formats} are read as they are: "
-                f"remove it, and pass quantization_config=... for files with whole weights"
-            )
         places = options.get("device_map")
         if isinstance(places, dict) and "disk" in places.values():
             raise ValueError(
@@ -99,7 +91,7 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
         if format == "mxfp4":
             names = [f"{name}_blocks" for name in WEIGHTS]
             return [*weight_conversions, *(WeightConverter([n], n, [_Join()]) for n in names)]
-        return bitsandbytes_files.converters(weight_conversions, format, self.place, self)
+        return packed_files.converters(weight_conversions, format, self.place, self)
 
     def pack(self, full_name: str, weight: Tensor) -> None:
         module, _, name = full_name.rpartition(".")

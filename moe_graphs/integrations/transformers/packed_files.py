@@ -1,8 +1,9 @@
-"""Files whose linear layers bitsandbytes has packed in NF4, read without a detour over bf16.
+"""Files whose linear layers are packed, read without a detour over bf16.
 
-A matrix is six tensors there (four without double quantisation): codes, scales, the tables that
-both index, the scales of scales, and a record as JSON. Those of a layer's experts become one packed
-weight, code for code. Other matrices, such as those of attention, are dequantised.
+With NF4 by bitsandbytes a matrix is six tensors (four without double quantisation): codes, scales,
+the tables that both index, the scales of scales, and a record as JSON. In FP8, as DeepSeek-V3 is
+published, it is codes and a scale for each block of 128x128. Those of a layer's experts become one
+packed weight, code for code. Other matrices, such as those of attention, are dequantised.
 
 Source: ``bitsandbytes.functional.QuantState``, and ``Linear4bit``'s names in state dictionaries.
 """
@@ -17,13 +18,17 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from moe_graphs.checkpoints.float8 import SCALE, dequantised
 from moe_graphs.integrations.transformers.packing import WEIGHTS
 from moe_graphs.kernels.packed_weights import FORMATS, PackedFormat
-from moe_graphs.kernels.packed_weights.reference import DYNAMIC_VALUES, NF4_VALUES, DoubleNF4
+from moe_graphs.kernels.packed_weights.reference import DYNAMIC_VALUES, FP8, NF4_VALUES, DoubleNF4
 
 _STATE = ".quant_state.bitsandbytes__nf4"
-# Longest first: transformers takes the first that a name begins with.
-_ENDS = (_STATE, ".nested_quant_map", ".nested_absmax", ".quant_map", ".absmax", "")
+# What the names of a matrix' tensors end with. Longest first: transformers takes the first that a
+# name begins with.
+_ENDS_OF_NF4 = (_STATE, ".nested_quant_map", ".nested_absmax", ".quant_map", ".absmax", "")
+_ENDS = {"nf4": _ENDS_OF_NF4, "nf4_double": _ENDS_OF_NF4, "fp8": (SCALE, "")}
+_BLOCK = FP8.block
 _JOINING = {"MergeModulelist", "Concatenate"}
 Place = Callable[[str, tuple[Tensor, ...]], None]
 
@@ -31,7 +36,7 @@ Place = Callable[[str, tuple[Tensor, ...]], None]
 def converters(
     conversions: Sequence[Any], format: str, place: Place, quantizer: Any
 ) -> list[WeightConverter]:
-    """The conversions of a model, with those of its experts and of all other weights for NF4.
+    """The conversions of a model, with experts and all other weights as packed files have them.
 
     Args:
         conversions: transformers' own.
@@ -41,17 +46,17 @@ def converters(
     Raises:
         ValueError: the model joins its experts in a way that packed ones are not joined in.
     """
-    found, loads = [], _JoinExperts(format, place, quantizer)
+    found, ends, loads = [], _ENDS[format], _JoinExperts(format, place, quantizer)
     for each in conversions:
         if isinstance(each, WeightConverter) and each.target_patterns[0].endswith(WEIGHTS):
             kinds = {type(op).__name__ for op in each.operations}
             if kinds - _JOINING:
                 joined = ", ".join(sorted(kinds - _JOINING))
                 raise ValueError(f"ExpertsInFewBits: experts that are joined by {joined}")
-            names = [source + end for end in _ENDS for source in each.source_patterns]
+            names = [source + end for end in ends for source in each.source_patterns]
             each = WeightConverter(names, each.target_patterns, [loads])
         found.append(each)
-    names = ["weight" + end for end in _ENDS]
+    names = ["weight" + end for end in ends]
     return [*found, WeightConverter(names, "weight", [_Dequantize(quantizer)])]
 
 
@@ -61,6 +66,10 @@ def stored_of(matrix: Mapping[str, Tensor], kind: PackedFormat) -> tuple[Tensor,
     Raises:
         ValueError: the files have another format, or other tables.
     """
+    if _STATE not in matrix:
+        codes, scales = _blocks_of(matrix, kind)
+        kind.packed_shapes((1, *codes.shape))  # which refuses blocks that are cut off
+        return codes[None], scales[None]
     state = json.loads(bytes(matrix[_STATE].to(torch.uint8).tolist()))
     shape = (1, *state["shape"])
     is_double = ".nested_absmax" in matrix
@@ -79,6 +88,19 @@ def stored_of(matrix: Mapping[str, Tensor], kind: PackedFormat) -> tuple[Tensor,
     shapes, dtypes = kind.packed_shapes(shape), kind.dtypes
     given = zip(found, shapes, dtypes, strict=True)
     return tuple(each.to(dtype).reshape(each_shape) for each, each_shape, dtype in given)
+
+
+def _blocks_of(matrix: Mapping[str, Tensor], kind: PackedFormat) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix in FP8, whose blocks at the edges may be cut off."""
+    codes, scales = matrix[""], matrix.get(SCALE)
+    if kind.name == "fp8" and scales is not None:
+        blocks = tuple(-(-side // _BLOCK) for side in codes.shape)
+        if (codes.dtype, scales.dtype) == kind.dtypes and tuple(scales.shape) == blocks:
+            return codes, scales
+    tensors = ", ".join(
+        f"{end or 'weight'} {x.dtype} {tuple(x.shape)}" for end, x in matrix.items()
+    )
+    raise ValueError(f"ExpertsInFewBits: the files have no {kind.name}, but {tensors}")
 
 
 class _JoinExperts(ConversionOps):  # type: ignore[misc]
@@ -112,7 +134,7 @@ class _JoinExperts(ConversionOps):  # type: ignore[misc]
     def _stored(
         self, given: Mapping[str, list[Tensor]], source: str, number: int
     ) -> tuple[Tensor, ...]:
-        ends = [end for end in _ENDS if source + end in given]
+        ends = [end for end in _ENDS[self.kind.name] if source + end in given]
         return stored_of({end: given[source + end][number] for end in ends}, self.kind)
 
     def _joined(self, parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -127,7 +149,7 @@ class _JoinExperts(ConversionOps):  # type: ignore[misc]
 
 
 class _Dequantize(ConversionOps):  # type: ignore[misc]
-    """Dequantises a matrix that bitsandbytes has packed; other weights pass."""
+    """Dequantises a matrix that the files have packed; other weights pass."""
 
     def __init__(self, hf_quantizer: Any) -> None:
         self.hf_quantizer = hf_quantizer
@@ -142,6 +164,9 @@ class _Dequantize(ConversionOps):  # type: ignore[misc]
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
         given = {n: each[0] if isinstance(each, list) else each for n, each in input_dict.items()}
         matrix = {name.removeprefix("weight"): each for name, each in given.items()}
+        if SCALE in matrix or matrix[""].dtype == FP8.dtypes[0]:
+            value = dequantised(*_blocks_of(matrix, FORMATS["fp8"]), (_BLOCK, _BLOCK))
+            return {full_layer_name: value.to(dtype)}
         if _STATE not in matrix:
             return {full_layer_name: matrix[""].to(dtype)}
         kind = FORMATS["nf4_double" if ".nested_absmax" in matrix else "nf4"]
