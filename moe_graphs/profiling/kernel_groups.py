@@ -45,8 +45,8 @@ GROUPS = (
     ),
     Group(
         "attention",
-        r"flash(_|::|Attn)|fmha|sdpa|fused_attn|compute_dot_do_o|convert_dq",
-        r"scaled_dot_product|ScaledDotProduct|flash_attention|efficient_attention",
+        r"^document_|flash(_|::|Attn)|fmha|sdpa|fused_attn|compute_dot_do_o|convert_dq",
+        r"_DocumentAttention|document_bounds|attend_(for|back)ward|scaled_dot_product|ScaledDotProduct|flash_attention|efficient_attention",
     ),
     Group(
         "cross entropy",

@@ -46,7 +46,7 @@ def _smaller(a, b):
 
 
 @triton.jit(do_not_specialize=["S", "ends"])
-def bounds_kernel(ids_ptr, bounds_ptr, S, ends, ids_b, ids_s, TILE: tl.constexpr):
+def document_bounds_kernel(ids_ptr, bounds_ptr, S, ends, ids_b, ids_s, TILE: tl.constexpr):
     """Write where the document of each token begins, and behind them where it ends."""
     b = tl.program_id(0).to(tl.int64)
     ids_ptr += b * ids_b
@@ -125,7 +125,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["S"])
-def forward_kernel(
+def document_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, logsumexp_ptr, bounds_ptr, S, scale,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, V: tl.constexpr,
@@ -188,7 +188,7 @@ def _add_query_gradient(
 
 
 @triton.jit(do_not_specialize=["S"])
-def query_gradient_kernel(
+def document_query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, out_ptr, logsumexp_ptr, delta_ptr, bounds_ptr, dq_ptr,
     S, scale, factor,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, do_b, do_h, do_s, out_b, out_h, out_s,
@@ -232,7 +232,7 @@ def query_gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["S", "ends"])
-def key_gradient_kernel(
+def document_key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, logsumexp_ptr, delta_ptr, bounds_ptr, dk_ptr, dv_ptr,
     S, ends, scale, factor,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, do_b, do_h, do_s, dk_b, dk_h, dk_s,
@@ -286,7 +286,7 @@ def document_bounds(document_ids_BS: torch.Tensor) -> torch.Tensor:
     B, S = document_ids_BS.shape
     bounds_2BS = document_ids_BS.new_empty((2, B, S), dtype=torch.int32)
     args = (document_ids_BS, bounds_2BS, S, B * S, *document_ids_BS.stride())
-    launch(bounds_kernel, (B,), args, TILE=BOUNDS_TILE, num_warps=16)
+    launch(document_bounds_kernel, (B,), args, TILE=BOUNDS_TILE, num_warps=16)
     return bounds_2BS
 
 
@@ -309,7 +309,7 @@ def attend_forward(
     given = [_with_rows(x) for x in (query_BHSQ, key_BGSQ, value_BGSV)]
     args = (*given, out, logsumexp_BHS, bounds_2BS, S, scale * LOG2_E, *_strides(*given, out))
     variant = _variant(FORWARD, query_BHSQ, key_BGSQ, V)
-    launch(forward_kernel, (cdiv(S, variant["QUERIES"]), B * H), args, **variant)
+    launch(document_forward_kernel, (cdiv(S, variant["QUERIES"]), B * H), args, **variant)
     return out, logsumexp_BHS
 
 
@@ -339,13 +339,13 @@ def attend_backward(
         *given, output_BHSV, logsumexp_BHS, delta_BHS, bounds_2BS, dq, S, of_scores, scale,
         *_strides(*given, output_BHSV, dq),
     )  # fmt: skip
-    launch(query_gradient_kernel, (cdiv(S, variant["QUERIES"]), B * H), args, **variant)
+    launch(document_query_gradient_kernel, (cdiv(S, variant["QUERIES"]), B * H), args, **variant)
     variant = _variant(OF_KEYS, query_BHSQ, key_BGSQ, V)
     args = (
         *given, logsumexp_BHS, delta_BHS, bounds_2BS, dk, dv, S, B * S, of_scores, scale,
         *_strides(*given, dk, dv),
     )  # fmt: skip
-    launch(key_gradient_kernel, (cdiv(S, variant["KEYS"]), B * G), args, **variant)
+    launch(document_key_gradient_kernel, (cdiv(S, variant["KEYS"]), B * G), args, **variant)
     return dq, dk, dv
 
 
