@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 peft = pytest.importorskip("peft", reason="needs the extra peft")
 import transformers.core_model_loading as loading  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.quantizers import HfQuantizer  # noqa: E402
 
 from hf_families import tiny, tokens  # noqa: E402
 from moe_graphs.integrations.transformers import (  # noqa: E402
@@ -28,6 +29,7 @@ from moe_graphs.kernels.packed_weights.reference import DYNAMIC_VALUES, NF4_VALU
 
 # PEFT 0.18 says so of every module whose parameters it targets.
 pytestmark = pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
+READS_FP8 = hasattr(HfQuantizer, "get_new_dtype")
 WIDTHS = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
 
 
@@ -83,7 +85,10 @@ def test_gpt_oss_is_read_as_it_is_published(tmp_path):
     ]
     assert torch.equal(*logits)
     config.quantization_config = ExpertsInFewBits("fp8").to_dict()
-    with pytest.raises(ValueError, match="the files have no model.layers.0.mlp.experts.gate_up"):
+    match = (
+        "the files have no model.layers.0.mlp.experts.gate_up" if READS_FP8 else "casts the codes"
+    )
+    with pytest.raises(ValueError, match=match):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **given)
 
 
@@ -355,6 +360,7 @@ def test_experts_of_bitsandbytes_are_never_there_in_16_bits(name, tmp_path, monk
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+reads_fp8 = pytest.mark.skipif(not READS_FP8, reason="needs transformers with get_new_dtype")
 FP8_SIZES = dict(num_hidden_layers=2, hidden_size=128, moe_intermediate_size=128)
 
 
@@ -381,6 +387,7 @@ def saved_in_fp8(directory, family):
     return config, found
 
 
+@reads_fp8
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_in_fp8_files_are_read_code_for_code_and_the_rest_is_dequantised(family, tmp_path):
     config, files = saved_in_fp8(tmp_path, family)
@@ -416,6 +423,14 @@ def test_fp8_files_in_other_blocks_are_errors():
         stored_of(half, FORMATS["fp8"])
 
 
+def test_transformers_that_casts_the_codes_is_refused(tmp_path, monkeypatch):
+    config, _ = saved_in_fp8(tmp_path, "qwen3_moe")
+    monkeypatch.delattr(HfQuantizer, "get_new_dtype", raising=False)
+    with pytest.raises(ValueError, match="casts the codes of files in FP8 .*: take a newer one"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+
+
+@reads_fp8
 @pytest.mark.parametrize(
     "scales", [{}, {f"{Q_PROJ}_scale_inv": torch.ones(2, 2)}], ids=["none", "of other blocks"]
 )

@@ -56,6 +56,13 @@ class _Quantizer(HfQuantizer):  # type: ignore[misc]
     is_trainable = True
 
     def validate_environment(self, *given: Any, **options: Any) -> None:
+        is_fp8 = self.pre_quantized and self.quantization_config.format == "fp8"
+        if is_fp8 and not hasattr(HfQuantizer, "get_new_dtype"):
+            raise ValueError(
+                "ExpertsInFewBits: this transformers casts the codes of files in FP8 to the dtype "
+                "of the model before they are read: take a newer one (5.24 does not), or load the "
+                "model in bf16 and call quantize_experts"
+            )
         places = options.get("device_map")
         if isinstance(places, dict) and "disk" in places.values():
             raise ValueError(
