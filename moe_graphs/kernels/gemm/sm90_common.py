@@ -109,6 +109,16 @@ def boxes_of(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(slot, K: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """A slot of a matrix as [K, COLUMNS], which lies as [COLUMNS, K] if TRANSPOSED."""
+    if TRANSPOSED:
+        columns = slot.reshape([COLUMNS, K]).permute((1, 0))
+    else:
+        columns = slot.reshape([K, COLUMNS])
+    return columns
+
+
+@gluon.jit
 def halves(x):
     """[M, N] -> two [M, N/2]; renames registers, moves nothing."""
     M: gl.constexpr = x.shape[0]

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.sm90_common import (
     boxes_of,
+    columns_of,
     make_barriers,
     matrix_descriptor,
     next_slot,
@@ -42,7 +43,7 @@ from moe_graphs.kernels.gemm.sm90_common import (
     tile_constants,
     tma_load,
 )
-from moe_graphs.kernels.gemm.sm90_rows import Work, record_of
+from moe_graphs.kernels.gemm.sm90_rows import Barriers, Work, record_of
 from moe_graphs.kernels.gemm.tile_scheduler import COUNT_RECORDS, WorkList
 from moe_graphs.kernels.launching import Launch
 
@@ -66,21 +67,6 @@ class Ring(NamedTuple):
     x: Any
     w: Any
     a: Any
-
-
-class Barriers(NamedTuple):
-    full: Any
-    empty: Any
-
-
-@gluon.jit
-def _columns(buffer, COLUMNS: gl.constexpr, KIND: gl.constexpr):
-    """A slot of a weight as [BLOCK_K, COLUMNS]."""
-    if KIND.TRANSPOSED:
-        columns = buffer.reshape([COLUMNS, KIND.BLOCK_K]).permute((1, 0))
-    else:
-        columns = buffer.reshape([KIND.BLOCK_K, COLUMNS])
-    return columns
 
 
 @gluon.jit
@@ -142,8 +128,8 @@ def _multiply_slot(
     LOW_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KIND.RANK, 16])
     mbarrier.wait(barriers.full.index(slot), phase)
     x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(SHIFT, KIND.BLOCK_M // 2, 0)
-    w = _columns(ring.w.index(slot), KIND.BLOCK_N, KIND)
-    a = _columns(ring.a.index(slot), KIND.RANK, KIND)
+    w = columns_of(ring.w.index(slot), KIND.BLOCK_K, KIND.BLOCK_N, KIND.TRANSPOSED)
+    a = columns_of(ring.a.index(slot), KIND.BLOCK_K, KIND.RANK, KIND.TRANSPOSED)
     # The narrow MMA goes first: when it is done, its registers are free again, and so is the slot
     # before. The wide one stays in flight.
     rows = x.load(gl.DotOperandLayout(0, LOW_LAYOUT, 2))
@@ -197,7 +183,8 @@ def _consume(
             store_low(stored[0], low_ptr, row, end, tile_n == 0)
             left = gl.convert_layout(rounded, left_layout)
             mbarrier.wait(barriers.full.index(slot), phase)
-            b = _columns(ring.w.index(slot), KIND.BLOCK_N, KIND).slice(0, RANK, 0)
+            b = columns_of(ring.w.index(slot), KIND.BLOCK_K, KIND.BLOCK_N, KIND.TRANSPOSED)
+            b = b.slice(0, RANK, 0)
             acc = warpgroup_mma(left, b, warpgroup_mma_init(whole), is_async=True)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(barriers.empty.index(slot), count=1)
@@ -227,7 +214,7 @@ def lora_rows_gluon_kernel(
     steps = gl.cdiv(K, BLOCK_K)
     work = Work(records_ptr, total, total, 0, steps, tiles_n, steps)
     ring = Ring(x_ring, w_ring, a_ring)
-    barriers = Barriers(full, empty)
+    barriers = Barriers(full, empty, empty)
     gl.warp_specialize(
         [
             (_consume, (out_desc, low_ptr, work, ring, out_buffers, barriers, 0, KIND)),

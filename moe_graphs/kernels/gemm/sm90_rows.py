@@ -42,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from moe_graphs.kernels.gemm.heuristics import Pair, Variant
 from moe_graphs.kernels.gemm.sm90_common import (
     boxes_of,
+    columns_of,
     make_barriers,
     matrix_descriptor,
     next_slot,
@@ -204,10 +205,7 @@ def _multiply_slot(
     """One K step, or its first COLUMNS; the step before it is done, where it `adds`."""
     mbarrier.wait(barriers.full.index(slot), phase)
     x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(SHIFT, HALF_M, 0)
-    if KIND.TRANSPOSED:
-        w = ring.w.index(slot).reshape([KIND.BLOCK_N, KIND.BLOCK_K]).permute((1, 0))
-    else:
-        w = ring.w.index(slot).reshape([KIND.BLOCK_K, KIND.BLOCK_N])
+    w = columns_of(ring.w.index(slot), KIND.BLOCK_K, KIND.BLOCK_N, KIND.TRANSPOSED)
     if COLUMNS < KIND.BLOCK_K:
         x = x.slice(0, COLUMNS, 1)
         w = w.slice(0, COLUMNS, 0)
