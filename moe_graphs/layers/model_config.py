@@ -89,7 +89,7 @@ class MoEConfig:
                 f"recompute='experts' needs experts={EXPERTS.words(lambda e: e.recomputes)!r}, got "
                 f"experts={self.experts!r}"
             )
-        _check_precision(self.precision)
+        check_precision(self.precision)
         if self.precision != "weights" and not EXPERTS[self.experts].computes_fp8:
             raise ValueError(
                 f"precision={self.precision!r} needs "
@@ -262,7 +262,7 @@ class TransformerConfig:
     def _check_precision(self) -> None:
         given = self.precision if isinstance(self.precision, tuple) else (self.precision,)
         for each in given:
-            _check_precision(each)
+            check_precision(each)
         if isinstance(self.precision, tuple) and len(given) != self.num_layers:
             raise ValueError(
                 f"precision must have one word per layer ({self.num_layers}), got {self.precision}"
@@ -324,7 +324,12 @@ class TransformerConfig:
             )
 
 
-def _check_precision(precision: str) -> None:
+def check_precision(precision: str) -> None:
+    """Check the name of a precision.
+
+    Raises:
+        ValueError: it is unknown.
+    """
     if precision not in get_args(Precision):
         raise ValueError(f"precision {precision!r} is unknown: choose weights, fp8 or fp8_rows")
 

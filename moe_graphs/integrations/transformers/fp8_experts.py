@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from moe_graphs.integrations.transformers.changes import Changes
 from moe_graphs.integrations.transformers.packing import WEIGHTS
 from moe_graphs.integrations.transformers.swapped_block import SwappedExperts, SwappedMoE
 from moe_graphs.kernels.fp8 import check_sizes
-from moe_graphs.layers.model_config import Precision
+from moe_graphs.layers.model_config import Precision, check_precision
 
 _NOTES = {"fp8": "products and all gradients", "fp8_rows": "products and gradients of rows"}
 
@@ -22,8 +22,7 @@ def experts_in_fp8(model: nn.Module, done: Changes, precision: Precision) -> Non
     Raises:
         ValueError: the precision is unknown, or no experts take it.
     """
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision {precision!r} is unknown: choose weights, fp8 or fp8_rows")
+    check_precision(precision)
     if precision == "weights":
         return
     outcomes: dict[str | None, list[Any]] = {}
