@@ -209,7 +209,6 @@ def matmul_weights_gathered(
     offsets_E: torch.Tensor,
     *,
     transposed: bool = False,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``dw_EKN[e] = x_TK[order_R[rows of e] // top_k].T @ dy_RN[rows of e]``, without a copy.
 
@@ -218,19 +217,14 @@ def matmul_weights_gathered(
     Args:
         transposed: the result is [E, N, K].
     """
-    rows, K, N, device = len(dy_RN), x_TK.shape[1], dy_RN.shape[1], x_TK.device
-    experts = offsets_E.numel()
-    if out is None:
-        out = x_TK.new_empty((experts, N, K) if transposed else (experts, K, N))
+    rows, K, N, experts = len(dy_RN), x_TK.shape[1], dy_RN.shape[1], offsets_E.numel()
+    out = x_TK.new_empty((experts, N, K) if transposed else (experts, K, N))
     check_memory(x=x_TK, dy=dy_RN, out=out)
     if rows == 0:
         return out.zero_()
-    v, partials = gathered_weight_variant(N), None
-    grid = GATHERING_PROGRAMS * sm_count(device)
+    v, grid = gathered_weight_variant(N), GATHERING_PROGRAMS * sm_count(x_TK.device)
     limit = split_limit(rows, cdiv(K, v.block_m), grid)
-    if limit:
-        shape = (min(MAX_SLOTS, rows // limit), K, N)
-        partials = torch.empty(shape, dtype=torch.float32, device=device)
+    partials = _partial_sums(out, limit, rows, K, N)
     work = expert_order(offsets_E, skip_empty=False, limit=limit)
     operands = x_TK, order_R, top_k, dy_RN
     portable_pointer.gathered_weights_launch(
@@ -272,19 +266,24 @@ def matmul_weights(
     if variant is None:
         gpu = architecture_of(device)
         variant = weight_variant(choose_weights(gpu, x_RK.dtype, out.dtype), N, out.dtype, gpu)
-    v, grid, limit, partials = variant, sm_count(device), 0, None
+    v, grid, limit = variant, sm_count(device), 0
     kernels = kernels_of(v, device)
     if v.partial_sums:
         limit = split_limit(rows, cdiv(K, v.block_m) * cdiv(N, v.block_n), grid)
-    if limit:
-        shape = (min(MAX_SLOTS, rows // limit), K, N)
-        partials = torch.empty(shape, dtype=torch.float32, device=device)
+    partials = _partial_sums(out, limit, rows, K, N)
     add = accumulate_mode(rows, experts) if accumulate else ""
     work = expert_order(offsets_E, skip_empty=accumulate, limit=limit)
     kernels.weights_launch(v, x_RK, dy_RN, out, work, add, grid, partials).run()
     if partials is not None:
         add_partials_(out, partials, work, accumulate)
     return out
+
+
+def _partial_sums(out: torch.Tensor, limit: int, rows: int, K: int, N: int) -> torch.Tensor | None:
+    """Slots for the partial sums of experts of twice ``limit`` rows or more; 0 splits none."""
+    if not limit:
+        return None
+    return out.new_empty((min(MAX_SLOTS, rows // limit), K, N), dtype=torch.float32)
 
 
 def matmul_weights_fp8(

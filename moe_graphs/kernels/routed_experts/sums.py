@@ -47,7 +47,7 @@ def multiplied_with_lora(
     if isinstance(w_EMN, Tensor):
         return lora_gemm(rows_RM, w_EMN, a_EMr, b_ErN, offsets_E)
     low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
-    return packed_gemm(rows_RM, w_EMN, offsets_E, low_Rr, b_ErN), low_Rr
+    return multiplied(rows_RM, w_EMN, offsets_E, low_Rr, b_ErN), low_Rr
 
 
 def product(
@@ -59,16 +59,15 @@ def product(
     bias_EN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``rows @ w + (rows @ a) @ b + bias``, which is one sum, and ``rows @ a``."""
-    if bias_EN is None and a_EMr is not None and b_ErN is not None:
+    if a_EMr is None or b_ErN is None:
+        beside = () if bias_EN is None else _bias_as_product(len(rows_RM), bias_EN)
+        return multiplied(rows_RM, w_EMN, offsets_E, *beside), None
+    if bias_EN is None:
         return multiplied_with_lora(rows_RM, w_EMN, a_EMr, b_ErN, offsets_E)
-    low_Rr = None if a_EMr is None else grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
-    beside = [] if low_Rr is None else [(low_Rr, b_ErN)]
-    if bias_EN is not None:
-        beside.append(_bias_as_product(len(rows_RM), bias_EN))
-    if not beside:
-        return multiplied(rows_RM, w_EMN, offsets_E), None
-    low, factor = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*beside, strict=True))
-    return multiplied(rows_RM, w_EMN, offsets_E, low, factor), low_Rr
+    low_Rr = grouped_gemm_forward(rows_RM, a_EMr, offsets_E, False)
+    ones_R8, bias_E8N = _bias_as_product(len(rows_RM), bias_EN)
+    beside = torch.cat((low_Rr, ones_R8), 1), torch.cat((b_ErN, bias_E8N), 1)
+    return multiplied(rows_RM, w_EMN, offsets_E, *beside), low_Rr
 
 
 def _bias_as_product(rows: int, bias_EN: Tensor) -> tuple[Tensor, Tensor]:

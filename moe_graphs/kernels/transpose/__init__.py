@@ -12,9 +12,12 @@ from moe_graphs.kernels.ops import define_op
 @define_op()
 def transpose(x_MN: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """``x.T * scale``, computed in the wider of both dtypes, contiguous ``[N, M]`` of ``dtype``."""
-    out_NM = x_MN.new_empty(x_MN.shape[::-1], dtype=dtype)
+    return _plain(x_MN, scale, x_MN.new_empty(x_MN.shape[::-1], dtype=dtype))
+
+
+def _plain(x_MN: Tensor, scale: float, out_NM: Tensor) -> Tensor:
     # A tensor of one number: a number would leave the product in the dtype of x.
-    factor = x_MN.new_full((1,), scale, dtype=torch.promote_types(x_MN.dtype, dtype))
+    factor = x_MN.new_full((1,), scale, dtype=torch.promote_types(x_MN.dtype, out_NM.dtype))
     return torch.mul(x_MN.mT, factor, out=out_NM)
 
 
@@ -22,8 +25,7 @@ def transpose(x_MN: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 def _(x_MN, scale, dtype):
     out_NM = x_MN.new_empty(x_MN.shape[::-1], dtype=dtype)
     if not (has_kernel(x_MN) and has_kernel(out_NM)):
-        factor = x_MN.new_full((1,), scale, dtype=torch.promote_types(x_MN.dtype, dtype))
-        return torch.mul(x_MN.mT, factor, out=out_NM)
+        return _plain(x_MN, scale, out_NM)
     from moe_graphs.kernels.transpose import triton_kernels as transpose_triton
 
     transpose_triton.transpose(x_MN.contiguous(), scale, out_NM)
