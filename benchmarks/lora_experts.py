@@ -12,7 +12,8 @@ graphs of several calls, median of the rounds. Factors are those of PEFT: fp32, 
 - `copied rows`: the gradient of the first factor reads a copy of the rows, not the tokens.
 - `apart`: two products that are rounded, and a pass that adds them.
 - `ScatterMoE`: axolotl's kernels with LoRA, if they can be imported (a folder of axolotl's wheel,
-  `axolotl/integrations/kernels/libs/scattermoe_lora`, with empty packages above it).
+  `axolotl/integrations/kernels/libs/scattermoe_lora`, with empty packages above it). Its
+  `bincount`, which no graph can hold, is made from a sum.
 
 Gate first: gradients of `ours` and of `apart` are as far apart as bf16 rounds. The line has the
 time of single products, too. `--tiny` runs a small shape on the CPU, without times.
@@ -159,6 +160,12 @@ def of_copied_rows(
     return gemm.gradient_of_weights(rows, low, ends, gemm.is_transposed(factor))
 
 
+def rows_of_experts(experts: Tensor, minlength: int) -> Tensor:
+    """What `bincount` finds, in operations that a graph can hold."""
+    found = torch.zeros(minlength, dtype=torch.int64, device=experts.device)
+    return found.scatter_add_(0, experts.long(), torch.ones_like(experts, dtype=torch.int64))
+
+
 @contextlib.contextmanager
 def way(name: str) -> Iterator[None]:
     """The way in which a contender computes."""
@@ -168,6 +175,8 @@ def way(name: str) -> Iterator[None]:
             stack.enter_context(two_passes)
         if name == "copied rows":
             stack.enter_context(mock.patch.object(lora, "_gradient_of_factor", of_copied_rows))
+        if name == SCATTERMOE:
+            stack.enter_context(mock.patch.object(torch.Tensor, "bincount", rows_of_experts))
         if name == "apart":
             stack.enter_context(mock.patch.object(sums, "lora_gemm", both_apart))
         yield

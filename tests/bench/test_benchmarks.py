@@ -322,7 +322,7 @@ def test_whole_steps_on_a_gpu(modules, tmp_path):
     out = tmp_path / "rows.jsonl"
     modules.full_iteration.main(["--tiny", "--rounds", "1", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["error"] for row in rows] == [None] * 22
+    assert [row["error"] for row in rows] == [None] * 34
     for row in rows:
         if row["contender"] == "full iteration, optimizer":
             assert row["timeline"]["graph_launches"] == 1
