@@ -10,7 +10,12 @@ import torch
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig
-from moe_graphs.integrations.transformers import GraphCallback, accelerate_model, swap_moe_layers
+from moe_graphs.integrations.transformers import (
+    GraphCallback,
+    accelerate_model,
+    swap_moe_layers,
+    swapped_block,
+)
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.models.mixtral import modeling_mixtral  # noqa: E402
@@ -310,3 +315,59 @@ def test_graphs_in_bf16_are_eager_bit_for_bit(family, deterministic):
         assert not scopes or graphs.report().matched == 2 * 2
     eager, *graphed = runs
     assert all(all(map(torch.equal, eager, each)) for each in graphed)
+
+
+@pytest.mark.parametrize("family", SWAPPED)
+def test_tokens_that_are_generated_are_those_of_transformers(family):
+    skip_unknown(family)
+    model = tiny(family, "eager").eval()
+    given = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False, use_cache=True)
+    expected = model.generate(tokens(), **given)
+    assert swap_moe_layers(model).changes[0].done
+    assert torch.equal(model.generate(tokens(), **given), expected)
+
+
+def blocks_of(model):
+    return [m for m in model.modules() if isinstance(m, swapped_block.SwappedMoE)]
+
+
+@pytest.mark.parametrize("family", CHOSEN)
+def test_one_token_of_each_sequence_copies_weights_and_computes_the_same(family, monkeypatch):
+    block = blocks_of(swapped(family))[0]
+    hidden = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(swapped_block, "DECODED_BYTES", 0)
+            expected = block(hidden)
+        monkeypatch.setattr(swapped_block.SwappedMoE, "run_stages", None)  # no stage is run
+        found = block(hidden)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found, torch.zeros_like(found))
+
+
+def with_gradients(block, call):
+    with torch.enable_grad():
+        call(torch.randn(3, 1, 64))
+
+
+def with_two_tokens(block, call):
+    call(torch.randn(3, 2, 64))
+
+
+def with_a_hook(block, call):
+    block.experts.register_forward_hook(lambda *given: None)
+    call(torch.randn(3, 1, 64))
+
+
+def with_many_bytes(block, call):
+    swapped_block.DECODED_BYTES = 3 * block.config.top_k * (3 * 64 * 32 * 4) - 1
+    call(torch.randn(3, 1, 64))
+
+
+@pytest.mark.parametrize("calling", [with_gradients, with_two_tokens, with_a_hook, with_many_bytes])
+def test_other_calls_copy_no_weights(calling, monkeypatch):
+    monkeypatch.setattr(swapped_block, "DECODED_BYTES", swapped_block.DECODED_BYTES)
+    block = blocks_of(swapped("qwen3_moe"))[0]
+    monkeypatch.setattr(swapped_block.SwappedExperts, "decode", None)
+    with torch.no_grad():
+        calling(block, block)

@@ -10,7 +10,8 @@ import functools
 import inspect
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe_graphs.integrations.transformers.changes import Changes, by_class
 
@@ -33,6 +34,11 @@ def stop_caching(model: Any, done: Changes) -> None:
     found = [m for m in models if _place_of_flag(type(m)) is not None]
     for modules in by_class(found):
         done.changed_classes("caching", modules, _uncached, _NOTE)
+
+
+def is_decoding(hidden: Tensor) -> bool:
+    """Whether a model generates with a cache: no gradient, and one token of each sequence."""
+    return not torch.is_grad_enabled() and hidden.dim() == 3 and hidden.shape[1] == 1
 
 
 def _place_of_flag(kind: type[Any]) -> int | None:
