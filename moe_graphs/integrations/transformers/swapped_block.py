@@ -124,10 +124,10 @@ class SwappedExperts(nn.Module):
             return False
         if any(hooks_of(self)) or "forward" in vars(self):
             return False
-        weights = [self._parameters[name] for name in WEIGHTS]
+        weights = [each for each in map(self._parameters.get, WEIGHTS) if each is not None]
         if any(type(each) is not nn.Parameter for each in weights):
             return False
-        return pairs * sum(each[0].nbytes for each in weights if each is not None) <= DECODED_BYTES
+        return pairs * sum(each.nbytes // len(each) for each in weights) <= DECODED_BYTES
 
     def decode(self, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The forward without gradients for a few tokens, in few launches.
@@ -135,11 +135,12 @@ class SwappedExperts(nn.Module):
         Each pair of token and expert gets a copy of the expert's weights. Sums ``[T, D]`` are fp32.
         """
         pairs, top_k = experts_TK.flatten(), experts_TK.shape[1]
+        w1_E2FD, w2_EDF = (self.get_parameter(name) for name in WEIGHTS)
         if not torch.is_autocast_enabled(tokens_TD.device.type):
-            tokens_TD = tokens_TD.to(self.gate_up_proj.dtype)
+            tokens_TD = tokens_TD.to(w1_E2FD.dtype)
         rows_PD1 = tokens_TD.repeat_interleave(top_k, 0).unsqueeze(2)
-        gate_PF1, up_PF1 = torch.bmm(self.gate_up_proj[pairs], rows_PD1).chunk(2, 1)
-        rows_PD1 = torch.bmm(self.down_proj[pairs], functional.silu(gate_PF1) * up_PF1)
+        gate_PF1, up_PF1 = torch.bmm(w1_E2FD[pairs], rows_PD1).chunk(2, 1)
+        rows_PD1 = torch.bmm(w2_EDF[pairs], functional.silu(gate_PF1) * up_PF1)
         return (rows_PD1.view(*experts_TK.shape, -1) * weights_TK.unsqueeze(2)).sum(1)
 
 
@@ -198,8 +199,11 @@ class SwappedMoE(MoEStages):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         experts, pairs = self.experts, len(hidden_states) * self.config.top_k
-        is_own = type(experts) is SwappedExperts  # no adapter is around it
-        if is_own and is_decoding(hidden_states) and experts.can_decode(pairs):
+        if (
+            is_decoding(hidden_states)
+            and isinstance(experts, SwappedExperts)  # no adapter is around it
+            and experts.can_decode(pairs)
+        ):
             return self._decode(self.route(hidden_states), experts)
         return self.run_stages(MoEInput(hidden_states))
 
