@@ -14,6 +14,11 @@ MODELS = {
     "launch_bound": "launch-bound, 2,048 tokens",
     "gpu_bound": "GPU-bound, 8,192 tokens",
 }
+# Models of `full_iteration.py` whose routers choose by a rule; others choose as untrained.
+ROUTED = {
+    "gpu_bound_even": "GPU-bound, 8,192 tokens, experts chosen evenly",
+    "gpu_bound_zipf": "GPU-bound, 8,192 tokens, experts chosen by Zipf's law",
+}
 UPDATES = {"bfloat16": "bf16", "float32": "fp32"}
 _PARAMETERS = "12 layers of 1024, 32 experts of 512"
 # Rows of `fine_tuning.py`; lines from before rows had names are known by their tokens.
@@ -56,11 +61,13 @@ def accumulated(lines: list[Line]) -> str:
 
 def on_an_h100(lines: list[Line]) -> str:
     rows, used = [], []
-    for model, label in MODELS.items():
+    for model, label in (MODELS | ROUTED).items():
         whole = Select("full_iteration", {"model": model}, ("eager", OUR_ADAMW), H100).run(lines)
-        scopes = Select("partial_graphs", {"model": model}, ("eager", "attn,moe"), H100).run(
-            [line for line in lines if "microbatches" not in (line.get("setting") or "")]
-        )
+        scopes = whole
+        if model in MODELS:
+            scopes = Select("partial_graphs", {"model": model}, ("eager", "attn,moe"), H100).run(
+                [line for line in lines if "microbatches" not in (line.get("setting") or "")]
+            )
         shown = scopes["attn,moe"], whole[OUR_ADAMW]
         cells = [f"{milliseconds(each)}, {times(each['speedup']['median'])}" for each in shown]
         cells.append(model_flops.cell_of(shown[1]))
@@ -79,7 +86,13 @@ def on_an_h100(lines: list[Line]) -> str:
         f"a training step | eager | scopes (`attn,moe`) | whole step, our AdamW | its "
         f"{model_flops.HEADER}"
     )
-    note = f"x eager of the same run. The update of 111 parameters, 703 M: {'; '.join(updates)}."
+    loads = [f"{line['load']:.1f}" for line in used if line.get("load")]
+    note = (
+        f"x eager of the same run. The fullest expert has {loads[0]} times the mean where experts "
+        f"are chosen evenly, {loads[-1]} times by Zipf's law; in the first two rows they are "
+        f"chosen as by the untrained model. The update of 111 parameters, 703 M: "
+        f"{'; '.join(updates)}."
+    )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
 
@@ -201,8 +214,10 @@ def _lora_table(runs: Mapping[str, Sequence[Line]]) -> str:
     note = (
         "Qwen3-30B-A3B with all of its 48 layers unless a row says other sizes, random weights, "
         "bf16; LoRA of rank 16 with torch's fused AdamW, all weights with ours; losses equal to "
-        "rounding. Graphs are timed without audits. Steps of 2,048 tokens without graphs take the "
-        "time of the host, which differs by 2x from one machine to the next."
+        "rounding. Rows of LoRA spread tokens over experts evenly (the fullest expert has 2.2 "
+        "times the mean), other rows as the untrained model does. Graphs are timed without audits. "
+        "Steps of 2,048 tokens without graphs take the time of the host, which differs by 2x from "
+        "one machine to the next."
     )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
