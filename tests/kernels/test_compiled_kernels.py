@@ -237,6 +237,8 @@ def test_products_in_fp8_of_few_rows_are_counted_and_told_once(compiled, monkeyp
     monkeypatch.setattr(gemm, "FP8_PAYS_FROM", 100)
     multiply(8 * 100)
     assert list(portable_launches.portable_launches().values()) == [2]
+    monkeypatch.setattr(portable_launches, "_launches", Counter())
+    multiply(8 * 99)  # an error, if pyproject.toml ignores the warning by other words
 
 
 @pytest.mark.parametrize(
