@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import phases
-from contenders import BATCHES, EAGER, Contender, Run, adamw
+from contenders import BATCHES, EAGER, Contender, Run, adamw, learning_rate
+from fine_tuning import load_of, route_evenly
 from moe_graphs.integrations.transformers import NAME, accelerate_model, register
 from partial_graphs import show
 
@@ -50,6 +51,7 @@ class HuggingFaceSetting:
     steps: int = 5
     host_steps: int = 2
     seed: int = 0
+    routing: str = "untrained"
 
     @property
     def tokens(self) -> int:
@@ -68,6 +70,7 @@ class HuggingFaceSetting:
             f"transformers' Qwen3-MoE, {self.num_layers} layers, hidden {self.hidden_size}, "
             f"{self.num_experts} experts of {self.ffn_hidden_size}, top-{self.top_k}, "
             f"{self.tokens:,} tokens, vocabulary {self.vocab_size:,}, bfloat16"
+            f"{'' if self.routing == 'untrained' else f', routing {self.routing}'}"
         )
 
     def run(self, contender: Contender, dispatcher: str, device: torch.device) -> HuggingFaceRun:
@@ -107,11 +110,16 @@ class HuggingFaceRun(Run):
         torch.manual_seed(setting.seed)
         with device:
             model = Qwen3MoeForCausalLM(config).to(setting.dtype).train()
-        if contender.experts == "all":
-            accelerate_model(model, graphs=False, whole_steps=contender.full_iteration)
         shape = (BATCHES, setting.batch_size, setting.sequence)
         tokens = torch.randint(setting.vocab_size, shape, device=device)
-        super().__init__(contender, model, adamw(model, contender.our_adamw), tokens)
+        if setting.routing == "even":
+            route_evenly(model)
+        load = load_of(model, tokens[0])
+        if contender.experts == "all":
+            accelerate_model(model, graphs=False, whole_steps=contender.full_iteration)
+        optimizer = adamw(model, contender.our_adamw, learning_rate(setting.routing))
+        super().__init__(contender, model, optimizer, tokens)
+        self.load = load
 
     def forward_backward(self, batch: Tensor) -> Tensor:
         loss = self.forward(input_ids=batch, labels=batch).loss
@@ -131,7 +139,9 @@ def settings() -> dict[str, HuggingFaceSetting]:
         ffn_hidden_size=512,
         sequence=1024,
     )
-    found = (small, HuggingFaceSetting("hf_4k", 1), HuggingFaceSetting("hf_16k", 4))
+    large = HuggingFaceSetting("hf_4k", 1), HuggingFaceSetting("hf_16k", 4)
+    even = [replace(each, name=f"{each.name}_even", routing="even") for each in large]
+    found = small, *large, *even
     return {setting.name: setting for setting in found}
 
 

@@ -21,7 +21,7 @@ def modules():
     """The benchmark's files as they import each other when run as a script."""
     names = ("environment", "contenders", "measure", "phases", "partial_graphs",
         "denoiser", "unet", "full_iteration", "layer_kernels", "optimizers", "pipeline",
-        "document_attention",
+        "document_attention", "fine_tuning", "huggingface",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEARDOWN_CUPTI", "0")  # the script sets both, and the patch undoes them
@@ -344,3 +344,14 @@ def test_routing_of_whole_steps(modules):
         loads.append(contenders.fullest(model, tokens))
     assert loads[0] > 3 > 2.2 > loads[1]
     assert loads[2] > 6
+
+
+def test_transformers_model_with_even_routing(modules, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    given = "--tiny --device cpu --models hf_4k,hf_4k_even --rounds 1 --contenders whole"
+    modules.huggingface.main([*given.split(), "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["error"] for row in rows] == [None] * 4
+    loads = {row["model"]: row["load"] for row in rows}
+    assert loads["hf_4k_even"] < loads["hf_4k"]
+    assert {row["setting"].endswith("routing even") for row in rows[2:]} == {True}
