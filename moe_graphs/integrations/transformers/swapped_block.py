@@ -63,8 +63,8 @@ class PreparedRows:
     dtype: torch.dtype
 
 
-# Weights copied by `SwappedExperts.decode` at most. By estimate, the copies take an H100 0.25 ms, and
-# the launches of our kernels take its host 0.9 ms.
+# Weights copied by `SwappedExperts.decode` at most. By estimate, the copies take an H100 0.25 ms,
+# and the launches of our kernels take its host 0.9 ms.
 DECODED_BYTES = 1 << 28
 
 
