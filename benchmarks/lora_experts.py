@@ -161,7 +161,7 @@ def of_copied_rows(
 
 
 def rows_of_experts(experts: Tensor, minlength: int) -> Tensor:
-    """What `bincount` finds, in operations that a graph can hold."""
+    """Rows of each expert, as `bincount` counts them, in operations that a graph can hold."""
     found = torch.zeros(minlength, dtype=torch.int64, device=experts.device)
     return found.scatter_add_(0, experts.long(), torch.ones_like(experts, dtype=torch.int64))
 
