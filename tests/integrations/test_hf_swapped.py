@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import moe_graphs
 from moe_graphs import CaptureError, GraphConfig
@@ -345,29 +346,37 @@ def test_one_token_of_each_sequence_copies_weights_and_computes_the_same(family,
     assert not torch.equal(found, torch.zeros_like(found))
 
 
-def with_gradients(block, call):
+def with_gradients(block):
     with torch.enable_grad():
-        call(torch.randn(3, 1, 64))
+        block(torch.randn(3, 1, 64))
 
 
-def with_two_tokens(block, call):
-    call(torch.randn(3, 2, 64))
+def with_two_tokens(block):
+    block(torch.randn(3, 2, 64))
 
 
-def with_a_hook(block, call):
+def with_a_hook(block):
     block.experts.register_forward_hook(lambda *given: None)
-    call(torch.randn(3, 1, 64))
+    block(torch.randn(3, 1, 64))
 
 
-def with_many_bytes(block, call):
+def with_a_parametrized_weight(block):
+    parametrize.register_parametrization(block.experts, "down_proj", torch.nn.Identity())
+    block(torch.randn(3, 1, 64))
+
+
+def with_many_bytes(block):
     swapped_block.DECODED_BYTES = 3 * block.config.top_k * (3 * 64 * 32 * 4) - 1
-    call(torch.randn(3, 1, 64))
+    block(torch.randn(3, 1, 64))
 
 
-@pytest.mark.parametrize("calling", [with_gradients, with_two_tokens, with_a_hook, with_many_bytes])
+@pytest.mark.parametrize(
+    "calling",
+    [with_gradients, with_two_tokens, with_a_hook, with_a_parametrized_weight, with_many_bytes],
+)
 def test_other_calls_copy_no_weights(calling, monkeypatch):
     monkeypatch.setattr(swapped_block, "DECODED_BYTES", swapped_block.DECODED_BYTES)
     block = blocks_of(swapped("qwen3_moe"))[0]
     monkeypatch.setattr(swapped_block.SwappedExperts, "decode", None)
     with torch.no_grad():
-        calling(block, block)
+        calling(block)

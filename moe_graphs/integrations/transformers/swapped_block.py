@@ -124,10 +124,9 @@ class SwappedExperts(nn.Module):
             return False
         if any(hooks_of(self)) or "forward" in vars(self):
             return False
-        weights = [each for each in map(self._parameters.get, WEIGHTS) if each is not None]
-        if any(type(each) is not nn.Parameter for each in weights):
-            return False
-        return pairs * sum(each.nbytes // len(each) for each in weights) <= DECODED_BYTES
+        weights = [self._parameters.get(name) for name in WEIGHTS]
+        copied = [each.nbytes // len(each) for each in weights if type(each) is nn.Parameter]
+        return len(copied) == len(WEIGHTS) and pairs * sum(copied) <= DECODED_BYTES
 
     def decode(self, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The forward without gradients for a few tokens, in few launches.
