@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measured_cases import measure_cases
 from moe_graphs.bench.timing import capture_burst, elapsed
 from moe_graphs.kernels import gemm, route_rows
+from moe_graphs.kernels.choose_experts.reference import pairs_per_expert
 from moe_graphs.kernels.gemm import heuristics
 from moe_graphs.kernels.routed_experts import lora, sums
 
@@ -162,8 +163,7 @@ def of_copied_rows(
 
 def rows_of_experts(experts: Tensor, minlength: int) -> Tensor:
     """Rows of each expert, as `bincount` counts them, in operations that a graph can hold."""
-    found = torch.zeros(minlength, dtype=torch.int64, device=experts.device)
-    return found.scatter_add_(0, experts.long(), torch.ones_like(experts, dtype=torch.int64))
+    return pairs_per_expert(experts.long().unsqueeze(1), minlength)
 
 
 @contextlib.contextmanager

@@ -83,10 +83,9 @@ def _one_op(kind: type[Any]) -> Any:
     @functools.wraps(forward)
     def multiplying(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active = _active(self)
-        if args or kwargs or self.disable_adapters or self.merged or not active:
+        left = args or kwargs or self.disable_adapters or self.merged or not active
+        if left or is_decoding(x):  # generation waits for the host, of which PEFT takes less
             return forward(self, x, *args, **kwargs)
-        if is_decoding(x):  # the host's time counts, and PEFT's forward takes less of it
-            return forward(self, x)
         base, reason = self.base_layer, _why_own(self)
         if reason is None and not _fits(x, base.weight):
             reason = f"rows are {x.dtype}, the weight is {base.weight.dtype}"
