@@ -21,6 +21,7 @@ from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
 from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
 from moe_graphs.layers.architectures import qwen3_30b_a3b
 from moe_graphs.layers.experts import GroupedExperts
+from moe_graphs.layers.model_config import Precision
 from moe_graphs.layers.router import TopKRouter
 from moe_graphs.optim import AdamW
 
@@ -74,19 +75,22 @@ class Setting:
         )
 
     def tiny(self, device: torch.device) -> Setting:
-        """Smaller setting of the same kind for the CPU, to test the benchmark."""
+        """Smaller setting of the same kind for the CPU, to test the benchmark.
+
+        Blocks of FP8 bound the sizes from below.
+        """
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         moe = self.config.moe
         if moe is not None:
-            moe = replace(moe, num_experts=4, top_k=2, ffn_hidden_size=16)
+            moe = replace(moe, num_experts=4, top_k=2, ffn_hidden_size=128)
         config = replace(
             self.config,
-            hidden_size=32,
+            hidden_size=128,
             num_layers=2,
             num_heads=4,
             num_kv_heads=2,
-            head_dim=8,
-            ffn_hidden_size=48,
+            head_dim=64,
+            ffn_hidden_size=128,
             vocab_size=64,
             max_sequence_length=8,
             moe=moe,
@@ -139,6 +143,7 @@ class Contender:
         experts: the implementation of the experts in a model of transformers.
         our_adamw: whether the update is `moe_graphs.optim.AdamW` instead of torch's fused one.
         state_dtype: dtype of the optimizer's states, if it is not that of the parameters.
+        precision: of experts and of the projections of all layers, as `MoEConfig` has it.
         audit_every: how often a call runs eagerly in place of its replay, to compare it.
     """
 
@@ -150,11 +155,13 @@ class Contender:
     experts: str = ""
     our_adamw: bool = False
     state_dtype: torch.dtype | None = None
+    precision: Precision = "weights"
     audit_every: int | str | None = None
 
     @property
     def rounds_otherwise(self) -> bool:
-        return self.compiled or bool(self.experts) or self.our_adamw
+        in_fp8 = self.precision != "weights"
+        return self.compiled or bool(self.experts) or self.our_adamw or in_fp8
 
 
 EAGER = Contender("eager")
@@ -278,8 +285,9 @@ class LanguageRun(Run):
         self, setting: Setting, contender: Contender, dispatcher: str, device: torch.device
     ) -> None:
         torch.manual_seed(setting.seed)
+        config = in_precision(setting.config, contender.precision)
         model = LanguageModel(
-            setting.config, make_dispatcher(dispatcher), device=device, dtype=setting.dtype
+            config, make_dispatcher(dispatcher), device=device, dtype=setting.dtype
         )
         shape = (BATCHES, setting.batch_size, setting.config.max_sequence_length + 1)
         options = {"state_dtype": contender.state_dtype} if contender.state_dtype else {}
@@ -297,6 +305,14 @@ class LanguageRun(Run):
         loss = output.loss + output.aux_loss
         loss.backward()
         return loss.detach()
+
+
+def in_precision(config: TransformerConfig, precision: Precision) -> TransformerConfig:
+    """The configuration with experts and the projections of all layers in a precision."""
+    if precision == "weights":
+        return config
+    moe = replace(config.moe, precision=precision) if config.moe is not None else None
+    return replace(config, moe=moe, precision=(precision,) * config.num_layers)
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@ Six models: the two of `partial_graphs.py`, the dense one of `examples/full_iter
 the UNet of `examples/diffusion_lightning.py`, and the GPU-bound one with experts that are chosen
 evenly and by Zipf's law (`load` is the fullest expert's over the mean; AdamW's rate is zero there,
 so that training does not change it). For each eager, its scopes, forward and backward as one graph,
-the same with the optimizer (torch's fused AdamW, and ours), and
-`torch.compile(mode="reduce-overhead")`. `README.md` beside this says how it measures and what the
+the same with the optimizer (torch's fused AdamW, and ours), the GPU-bound ones with experts and all
+projections in FP8, and `torch.compile(mode="reduce-overhead")`. `README.md` beside this says how it measures and what the
 columns mean.
 """
 
@@ -31,6 +31,10 @@ FULL_OPTIMIZER = Contender(
 OUR_ADAMW = replace(FULL_OPTIMIZER, name="full iteration, our AdamW", our_adamw=True)
 OF_8_BITS = replace(
     OUR_ADAMW, name="full iteration, our AdamW, 8-bit states", state_dtype=torch.uint8
+)
+IN_FP8 = replace(OUR_ADAMW, name="full iteration, our AdamW, FP8", precision="fp8")
+IN_FP8_ROWS = replace(
+    IN_FP8, name="full iteration, our AdamW, FP8 but gradients of weights", precision="fp8_rows"
 )
 COMPILED = Contender("torch.compile", compiled=True)
 SCOPES = {
@@ -71,7 +75,8 @@ def settings() -> dict[str, Setting | DenoiserSetting]:
 def contenders(model: str, compiled: bool) -> list[Contender]:
     scopes = Contender(SCOPES[model], SCOPES[model])
     whole = [FULL, FULL_OPTIMIZER, OUR_ADAMW, *([OF_8_BITS] if "_bound" in model else [])]
-    return [EAGER, scopes, *whole, *([COMPILED] if compiled else [])]
+    fp8 = [IN_FP8, IN_FP8_ROWS] if model.startswith("gpu_bound") else []
+    return [EAGER, scopes, *whole, *fp8, *([COMPILED] if compiled else [])]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,6 +17,7 @@ MEGATRON_SCOPES = "attn+moe_router+moe_preprocess"
 
 TE = "transformer_engine"
 PLAIN = Contender("peer")
+WHOLE = dict(full_iteration=True, optimizer_in_graph=True, our_adamw=True)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Entry:
 
 def _ours(title: str, **contender: Any) -> Entry:
     return Entry(title, "ours", {}, Contender("ours", **contender), runs_on_cpu=True)
+
+
+def _ours_fp8(title: str, precision: str, **contender: Any) -> Entry:
+    title = f"moe_graphs, {title}, experts and all projections"
+    return Entry(title, "ours", {"precision": precision}, Contender("ours", **contender))
 
 
 def _ours_te(title: str, experts: str, fp8: str | None, **contender: Any) -> Entry:
@@ -61,11 +67,11 @@ ENTRIES: dict[str, Entry] = {
     "ours-router": _ours(f"moe_graphs, graphs of {SCOPES}", scopes=SCOPES),
     "ours-moe": _ours("moe_graphs, graphs of attn,moe", scopes="attn,moe"),
     "ours-whole": _ours("moe_graphs, whole steps", full_iteration=True, optimizer_in_graph=True),
-    "ours-whole-adamw": _ours(
-        "moe_graphs, whole steps, our AdamW",
-        full_iteration=True,
-        optimizer_in_graph=True,
-        our_adamw=True,
+    "ours-whole-adamw": _ours("moe_graphs, whole steps, our AdamW", **WHOLE),
+    "ours-fp8-moe": _ours_fp8("FP8, graphs of attn,moe", "fp8", scopes="attn,moe"),
+    "ours-fp8-whole": _ours_fp8("FP8, whole steps, our AdamW", "fp8", **WHOLE),
+    "ours-fp8-rows-whole": _ours_fp8(
+        "FP8 but gradients of weights, whole steps, our AdamW", "fp8_rows", **WHOLE
     ),
     "ours-te": _ours_te(f"bf16, graphs of {SCOPES}", TE, None, scopes=SCOPES),
     "ours-te-fp8-delayed": _ours_te(
@@ -79,9 +85,7 @@ ENTRIES: dict[str, Entry] = {
         "FP8 current, whole steps, our AdamW",
         "moe_graphs",
         "current",
-        full_iteration=True,
-        optimizer_in_graph=True,
-        our_adamw=True,
+        **WHOLE,
     ),
     "megatron": _megatron("alltoall"),
     "megatron-attn": _megatron("alltoall", "transformer_engine", "attn"),

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contenders import in_precision
 from moe_graphs.layers import LanguageModel
+from moe_graphs.layers.model_config import Precision
 from peer_models.cases import Case
 from peer_models.peer import Peer, version_of
 
@@ -39,20 +41,24 @@ def build(
     linear: str = "torch",
     experts: str = "moe_graphs",
     fp8: str | None = None,
+    precision: Precision = "weights",
 ) -> Peer:
     """Build our model.
 
     Args:
         linear, experts: kernels of projections and of experts.
         fp8: recipe for the kernels of Transformer Engine.
+        precision: of our kernels, for experts and the projections of all layers.
     """
     # The field is set only if needed, so this also runs with versions that do not have the field.
     chosen: dict[str, Any] = {} if linear == "torch" else {"linear": linear}
-    model = LanguageModel(replace(case.config, **chosen), device=device, dtype=dtype)
+    config = replace(in_precision(case.config, precision), **chosen)
+    model = LanguageModel(config, device=device, dtype=dtype)
     model.load_state_dict(state)
     if experts != "moe_graphs":
         model.use_experts(experts)
     settings = {"linear": linear, "experts": experts, "attention": "torch's SDPA"}
+    settings |= {"precision": precision} if precision != "weights" else {}
     peer = OursPeer(model.train(), settings)
     if TE in (linear, experts):
         peer.settings |= {TE: version_of(TE), "fp8": fp8 or "none"}
