@@ -7,8 +7,8 @@ the UNet of `examples/diffusion_lightning.py`, and the GPU-bound one with expert
 evenly and by Zipf's law (`load` is the fullest expert's over the mean; AdamW's rate is zero there,
 so that training does not change it). For each eager, its scopes, forward and backward as one graph,
 the same with the optimizer (torch's fused AdamW, and ours), the GPU-bound ones with experts and all
-projections in FP8, and `torch.compile(mode="reduce-overhead")`. `README.md` beside this says how it measures and what the
-columns mean.
+projections in FP8, and `torch.compile(mode="reduce-overhead")`. `README.md` beside this says how it
+measures and what the columns mean.
 """
 
 from __future__ import annotations

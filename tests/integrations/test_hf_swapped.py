@@ -10,13 +10,14 @@ import torch
 from torch.nn.utils import parametrize
 
 import moe_graphs
-from moe_graphs import CaptureError, GraphConfig
+from moe_graphs import CaptureError, GraphConfig, routing
 from moe_graphs.integrations.transformers import (
     GraphCallback,
     accelerate_model,
     swap_moe_layers,
     swapped_block,
 )
+from moe_graphs.layers.moe import MoEInput
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers.models.mixtral import modeling_mixtral  # noqa: E402
@@ -332,18 +333,27 @@ def blocks_of(model):
     return [m for m in model.modules() if isinstance(m, swapped_block.SwappedMoE)]
 
 
-@pytest.mark.parametrize("family", CHOSEN)
-def test_one_token_of_each_sequence_copies_weights_and_computes_the_same(family, monkeypatch):
-    block = blocks_of(swapped(family))[0]
-    hidden = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0))
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma3_text"])
+def test_a_step_of_generation_is_transformers_own_bit_for_bit(family):
+    skip_unknown(family)
+    model = tiny(family, "eager").eval()
     with torch.no_grad():
-        with monkeypatch.context() as patch:
-            patch.setattr(swapped_block, "DECODED_BYTES", 0)
-            expected = block(hidden)
-        monkeypatch.setattr(swapped_block.SwappedMoE, "run_stages", None)  # no stage is run
-        found = block(hidden)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(found, torch.zeros_like(found))
+        first = model(tokens(), use_cache=True)
+        given = dict(input_ids=first.logits[:, -1:].argmax(-1), use_cache=True)
+        caches = [copy.deepcopy(first.past_key_values) for _ in range(2)]
+        expected = model(**given, past_key_values=caches[0]).logits
+        accelerate_model(model, graphs=False)
+        found = model(**given, past_key_values=caches[1]).logits
+    assert torch.equal(found, expected)
+
+
+def test_a_step_of_generation_has_the_weights_of_now():
+    block = blocks_of(swapped("qwen3_moe"))[0].double()  # other tensors, other dtype
+    hidden = torch.randn(3, 1, 64, dtype=torch.float64)
+    with torch.no_grad():
+        block.experts.down_proj = torch.nn.Parameter(2 * block.experts.down_proj)
+        torch.testing.assert_close(block(hidden)[:, :1], block.run_stages(MoEInput(hidden)))
 
 
 def with_gradients(block):
@@ -365,18 +375,38 @@ def with_a_parametrized_weight(block):
     block(torch.randn(3, 1, 64))
 
 
-def with_many_bytes(block):
-    swapped_block.DECODED_BYTES = 3 * block.config.top_k * (3 * 64 * 32 * 4) - 1
+def with_another_router(block):
+    block.gate = copy.deepcopy(block.gate)
     block(torch.randn(3, 1, 64))
+
+
+def with_choices_that_are_recorded(block):
+    with routing.record(block) as choices:
+        block(torch.randn(3, 1, 64))
+    assert len(choices) == 1
+
+
+def with_load_that_is_counted(block):
+    watch = routing.watch(block)
+    block.train()(torch.randn(3, 1, 64))
+    assert block.expert_load.pairs_E.sum() == 3 * block.config.top_k
+    watch.close()
 
 
 @pytest.mark.parametrize(
     "calling",
-    [with_gradients, with_two_tokens, with_a_hook, with_a_parametrized_weight, with_many_bytes],
+    [
+        with_gradients,
+        with_two_tokens,
+        with_a_hook,
+        with_a_parametrized_weight,
+        with_another_router,
+        with_choices_that_are_recorded,
+        with_load_that_is_counted,
+    ],
 )
-def test_other_calls_copy_no_weights(calling, monkeypatch):
-    monkeypatch.setattr(swapped_block, "DECODED_BYTES", swapped_block.DECODED_BYTES)
+def test_other_calls_run_our_stages(calling, monkeypatch):
     block = blocks_of(swapped("qwen3_moe"))[0]
-    monkeypatch.setattr(swapped_block.SwappedExperts, "decode", None)
+    monkeypatch.setattr(block._block[0], "forward", None)
     with torch.no_grad():
         calling(block)

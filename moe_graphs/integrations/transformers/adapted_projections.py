@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.errors import GraphWarning
-from moe_graphs.integrations.transformers.caching import is_decoding
+from moe_graphs.integrations.transformers.caching import theirs_in_decoding
 from moe_graphs.integrations.transformers.changes import Change, Changes, makers_of
 from moe_graphs.kernels.lora_linear import lora_linear
 
@@ -77,6 +77,7 @@ def _drops(module: Any, name: str) -> bool:
     return module.training and not isinstance(module.lora_dropout[name], nn.Identity)
 
 
+@theirs_in_decoding
 def _one_op(kind: type[Any]) -> Any:
     forward = kind.forward
 
@@ -84,7 +85,7 @@ def _one_op(kind: type[Any]) -> Any:
     def multiplying(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active = _active(self)
         left = args or kwargs or self.disable_adapters or self.merged or not active
-        if left or is_decoding(x):  # generation waits for the host, of which PEFT takes less
+        if left:
             return forward(self, x, *args, **kwargs)
         base, reason = self.base_layer, _why_own(self)
         if reason is None and not _fits(x, base.weight):

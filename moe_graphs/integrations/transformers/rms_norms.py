@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.integrations.transformers.caching import theirs_in_decoding
 from moe_graphs.integrations.transformers.changes import Changes, by_class
 from moe_graphs.kernels import add_rms_norm, rms_norm
 
@@ -55,10 +56,12 @@ def zero_centred_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, self.weight, eps_of(self), zero_centred=True)
 
 
+@theirs_in_decoding
 def _plain(kind: type[Any]) -> Callable[..., Tensor]:
     return plain_norm
 
 
+@theirs_in_decoding
 def _zero_centred(kind: type[Any]) -> Callable[..., Tensor]:
     return zero_centred_norm
 
@@ -73,7 +76,7 @@ def eps_of(norm: Any) -> float:
 
 def is_changed(norm: nn.Module) -> Callable[..., Tensor] | None:
     """The forward of ours that it has, if it has one."""
-    forward: Any = type(norm).forward
+    forward: Any = inspect.unwrap(type(norm).forward)
     return forward if forward in _NORMS and "forward" not in vars(norm) else None
 
 
@@ -119,6 +122,7 @@ def _norms(layer: Any) -> tuple[nn.Module, nn.Module]:
     return layer.input_layernorm, layer.post_attention_layernorm
 
 
+@theirs_in_decoding
 def fused_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
     parameters = inspect.signature(kind.forward).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_graphs.integrations.transformers.caching import theirs_in_decoding
 from moe_graphs.integrations.transformers.changes import Changes, by_class
 from moe_graphs.kernels import apply_rotary
 
@@ -83,6 +84,7 @@ def _rotary(
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
+@theirs_in_decoding
 def _rebound(kind: Any) -> types.FunctionType:
     return _with_ours(kind.forward)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from moe_graphs.dispatch import Dispatched, LocalDispatcher
 from moe_graphs.engine.guards.introspection import forward_hooks_of, hooks_of
@@ -61,11 +60,6 @@ class PreparedRows:
 
     prepared: Prepared
     dtype: torch.dtype
-
-
-# Weights copied by `SwappedExperts.decode` at most. By estimate, the copies take an H100 0.25 ms,
-# and the launches of our kernels take its host 0.9 ms.
-DECODED_BYTES = 1 << 28
 
 
 class SwappedExperts(nn.Module):
@@ -118,30 +112,6 @@ class SwappedExperts(nn.Module):
         given = tokens_TD, order, weights_TK, w1_ED2F, w2_EFD, *factors
         return routed_experts_with_lora(*given, is_sorted=is_sorted)
 
-    def can_decode(self, pairs: int) -> bool:
-        """Whether ``decode`` is for so many pairs of token and expert, and for these weights."""
-        if self.packing is not None or self.precision != "weights":
-            return False
-        if any(hooks_of(self)) or "forward" in vars(self):
-            return False
-        weights = [self._parameters.get(name) for name in WEIGHTS]
-        copied = [each.nbytes // len(each) for each in weights if type(each) is nn.Parameter]
-        return len(copied) == len(WEIGHTS) and pairs * sum(copied) <= DECODED_BYTES
-
-    def decode(self, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The forward without gradients for a few tokens, in few launches.
-
-        Each pair of token and expert gets a copy of the expert's weights. Sums ``[T, D]`` are fp32.
-        """
-        pairs, top_k = experts_TK.flatten(), experts_TK.shape[1]
-        w1_E2FD, w2_EDF = (self.get_parameter(name) for name in WEIGHTS)
-        if not torch.is_autocast_enabled(tokens_TD.device.type):
-            tokens_TD = tokens_TD.to(w1_E2FD.dtype)
-        rows_PD1 = tokens_TD.repeat_interleave(top_k, 0).unsqueeze(2)
-        gate_PF1, up_PF1 = torch.bmm(w1_E2FD[pairs], rows_PD1).chunk(2, 1)
-        rows_PD1 = torch.bmm(w2_EDF[pairs], functional.silu(gate_PF1) * up_PF1)
-        return (rows_PD1.view(*experts_TK.shape, -1) * weights_TK.unsqueeze(2)).sum(1)
-
 
 class SwappedMoE(MoEStages):
     """``block`` with the same router and shared expert, our choice of experts and our GEMMs.
@@ -151,6 +121,9 @@ class SwappedMoE(MoEStages):
     that was changed since the swap (LoRA around it, another ``top_k``, forward, class or hook)
     chooses experts by itself, with one warning: ``why_own`` says why. LoRA of PEFT around the
     experts multiplies the rows, and no summed weight is made (``integrations.peft``).
+
+    While the model generates, ``block`` computes with the weights of now: a token of each sequence
+    waits for the host, and the block's few launches are faster than our kernels.
     """
 
     def __init__(self, block: nn.Module, config: MoEConfig) -> None:
@@ -162,6 +135,7 @@ class SwappedMoE(MoEStages):
             self.add_module(name, SwappedExperts(child) if name == "experts" else child)
         self._buffers.update(block._buffers)
         self.training = block.training
+        self._block = (block,)  # in a tuple, since it is no part of this module
         self._router = next(name for name in ROUTERS if name in parts)
         self._shared = next((name for name in SHARED if name in parts), None)
         router = parts[self._router]
@@ -197,22 +171,26 @@ class SwappedMoE(MoEStages):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        experts, pairs = self.experts, len(hidden_states) * self.config.top_k
-        if (
-            is_decoding(hidden_states)
-            and isinstance(experts, SwappedExperts)  # no adapter is around it
-            and experts.can_decode(pairs)
-        ):
-            return self._decode(self.route(hidden_states), experts)
+        if is_decoding(hidden_states) and self._has_what_block_has():
+            return self._block[0](hidden_states)
         return self.run_stages(MoEInput(hidden_states))
 
-    def _decode(self, routed: Routed, experts: SwappedExperts) -> Tensor:
-        hidden, routing = routed.hidden, routed.routing
-        chosen = routing.experts_TK, routing.weights_TK
-        sums_TD = experts.decode(hidden.flatten(0, 1), *chosen).to(hidden.dtype)
-        if routed.shared_TD is not None:
-            sums_TD = sums_TD + routed.shared_TD
-        return sums_TD.view(hidden.shape)
+    def _has_what_block_has(self) -> bool:
+        """Whether the block computes the same with the weights of now, which it gets here."""
+        block, experts = self._block[0], self.experts
+        if self.routing_pass is not None or (self.expert_load is not None and self.training):
+            return False
+        if type(experts) is not SwappedExperts or experts.packing is not None:
+            return False
+        if experts.precision != "weights" or any(hooks_of(experts)) or "forward" in vars(experts):
+            return False
+        others = (block._modules[n] is each for n, each in self._modules.items() if each != experts)
+        if experts._parameters.keys() != block.experts._parameters.keys() or not all(others):
+            return False
+        block.experts._parameters.update(experts._parameters)
+        block._buffers.update(self._buffers)
+        block.training = self.training
+        return True
 
     def choose(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
         name = jitter_of(self)
