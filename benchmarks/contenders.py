@@ -18,7 +18,7 @@ from moe_graphs import FullIteration, GraphConfig, Graphs, graph
 from moe_graphs.dispatch import make_dispatcher
 from moe_graphs.engine.report import Report
 from moe_graphs.engine.whole_step.full_iteration import FullIterationReport
-from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig
+from moe_graphs.layers import LanguageModel, MoEConfig, TransformerConfig, unchanged_weights
 from moe_graphs.layers.architectures import qwen3_30b_a3b
 from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.model_config import Precision
@@ -182,7 +182,7 @@ class Run:
 
     Args:
         state: what a whole step reads or changes besides model and optimizer.
-        microbatches: batches of a step that is not a whole one.
+        microbatches: batches of a step, whose gradients are accumulated.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Run:
         if contender.full_iteration:
             within = contender.optimizer_in_graph
             self.full_iteration = FullIteration(
-                self.forward_backward_update if within else self.forward_backward,
+                self.whole_step if within else self.microbatches_of_step,
                 model=model,
                 optimizer=optimizer if within else None,
                 state=state,
@@ -232,8 +232,15 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def forward_backward_update(self, batch: Tensor) -> Tensor:
-        loss = self.forward_backward(batch)
+    def microbatches_of_step(self, batches: Sequence[Tensor]) -> Tensor:
+        """Forward and backward of all batches of a step. Returns the last loss."""
+        with unchanged_weights() if len(batches) > 1 else contextlib.nullcontext():
+            for batch in batches:
+                loss = self.forward_backward(batch)
+        return loss
+
+    def whole_step(self, batches: Sequence[Tensor]) -> Tensor:
+        loss = self.microbatches_of_step(batches)
         self.update()
         return loss
 
@@ -241,12 +248,12 @@ class Run:
         """Forward, loss, backward, optimizer. Returns the last loss; does not synchronise."""
         if self.contender.compiled:
             torch.compiler.cudagraph_mark_step_begin()
+        batches = [self._batch() for _ in range(self.microbatches)]
         if self.full_iteration is not None:
-            loss = self.full_iteration(self._batch())
+            loss = self.full_iteration(batches)
         else:
             with self.graphs.step() if self.graphs is not None else contextlib.nullcontext():
-                for _ in range(self.microbatches):
-                    loss = self.forward_backward(self._batch())
+                loss = self.microbatches_of_step(batches)
         if not self.contender.optimizer_in_graph:
             self.update()
         return loss

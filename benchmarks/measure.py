@@ -90,7 +90,8 @@ def first_losses(
     """
     with deterministic(device.type == "cuda"):
         run = setting.run(contender, dispatcher, device)
-        calls = (GATE_STEPS - WARMUP_STEPS) * run.microbatches
+        calls = GATE_STEPS - WARMUP_STEPS
+        calls *= run.microbatches if run.graphs is not None else 1
         try:
             losses = gate_losses(run)
             counted = counters(run)

@@ -26,7 +26,6 @@ from phases import Row
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     made = phases.parser(__doc__.splitlines()[0], list(settings()))
     made.add_argument("--scopes", help="compare only these with eager: attn,moe")
-    made.add_argument("--microbatches", type=int, help="batches of a step, accumulated")
     made.add_argument("--dispatcher", default="local", help=DISPATCHERS.words())
     return phases.parse(made, list(settings()), arguments)
 

@@ -36,7 +36,8 @@ def parser(description: str, models: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--commit", help="for the stamp, where there is no .git")
     made.add_argument("--device", help="default: cuda if there is a GPU")
     made.add_argument("--tiny", action="store_true", help="small models, to test this on a CPU")
-    made.set_defaults(dispatcher="local", microbatches=None)
+    made.add_argument("--microbatches", type=int, help="batches of a step, accumulated")
+    made.set_defaults(dispatcher="local")
     return made
 
 
@@ -111,6 +112,8 @@ class Benchmark:
     def _sized(self, setting: Setting) -> Setting:
         chosen = {n: getattr(self.options, n) for n in ("rounds", "batch_size", "microbatches")}
         changes = {name: value for name, value in chosen.items() if value is not None}
+        if missing := [name for name in changes if not hasattr(setting, name)]:
+            raise SystemExit(f"--{missing[0]}: the model {setting.name} has none")
         return replace(setting.tiny(self.device) if self.options.tiny else setting, **changes)
 
     def _chosen(self, contenders: list[Contender]) -> list[Contender]:

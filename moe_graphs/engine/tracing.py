@@ -45,6 +45,7 @@ from moe_graphs.engine.tensors import (
     unwrap,
 )
 from moe_graphs.errors import CaptureError
+from moe_graphs.weight_codes import made_apart
 
 if TYPE_CHECKING:  # backends import this file
     from moe_graphs.engine.backends.backend import Backend
@@ -138,8 +139,18 @@ class DispatchMode(TorchDispatchMode):
 
     Nothing is compiled under these modes, and the wrapper takes longer than most operations. If an
     operation runs on a wrapper of a tensor (DTensor), subclasses see the operation on the inner
-    tensor, in ``see``.
+    tensor, in ``see``. Inside, no codes of weights from outside are used.
     """
+
+    def __enter__(self) -> Self:
+        self._apart = made_apart()
+        self._apart.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._apart.__exit__(None, None, None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -23,6 +23,7 @@ from moe_graphs.layers.rope import RotaryEmbedding
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling
 from moe_graphs.layers.router import Routing, TopKRouter
 from moe_graphs.layers.transformer import LayerOutput, TransformerLayer
+from moe_graphs.weight_codes import unchanged_weights
 
 __all__ = [
     "Attention",
@@ -54,4 +55,5 @@ __all__ = [
     "olmoe_1b_7b",
     "qwen3_30b_a3b",
     "qwen3_235b_a22b",
+    "unchanged_weights",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_graphs import weight_codes
 from moe_graphs.kernels import RowOrder, routed_experts
 from moe_graphs.kernels.local_part import local_part
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
@@ -54,7 +55,7 @@ class GroupedExperts(ExpertsBackend):
             *given,
             is_sorted=is_sorted,
             recompute=recompute,
-            keep_codes=self.keeps_codes and not recompute,
+            keep_codes=self.keeps_codes and (weight_codes.is_open() or not recompute),
             weight_gradients=self.precision == "fp8",
         )
 

@@ -38,6 +38,7 @@ from moe_graphs.parallel.parallelize import free_gathered
 from moe_graphs.parallel.replicated import sum_gradients
 from moe_graphs.training.device_step import DeviceStep
 from moe_graphs.training.update_in_backward import UpdateInBackward
+from moe_graphs.weight_codes import unchanged_weights
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -418,7 +419,7 @@ class Trainer:
             addends *= self.workers.data.size()
         losses, dropped = [], []
         step = self.graphs.step() if self.graphs is not None else contextlib.nullcontext()
-        with step:
+        with step, unchanged_weights() if count > 1 else contextlib.nullcontext():
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(tokens[:, :-1], tokens[:, 1:])
             for part in tokens.chunk(count):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from lm_runs import advance, fresh_trainer, options
+from moe_graphs.kernels import fp8
 from moe_graphs.layers import LanguageModel
 from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.linear import FP8Linear
@@ -21,9 +23,11 @@ from moe_graphs.registry import PRESETS
 CPU = torch.device("cpu")
 
 
-def in_precision(precision: str = "weights", dense_precision: str = "weights") -> RunOptions:
+def in_precision(
+    precision: str = "weights", dense_precision: str = "weights", **settings: int
+) -> RunOptions:
     """A run whose sizes are whole blocks, with a layer between the first and the last one."""
-    given = options()
+    given = options(**settings)
     model = given.preset.model
     moe = replace(model.moe, ffn_hidden_size=128, shared_ffn_hidden_size=0)
     sizes = dict(hidden_size=128, num_heads=4, num_kv_heads=4, head_dim=None, ffn_hidden_size=128)
@@ -149,3 +153,11 @@ def test_an_overflow_does_not_break_training(expert, precision):
     torch.testing.assert_close(ours[:4], plain[:4], rtol=0.02, atol=0)
     torch.testing.assert_close(ours[4:], plain[4:], rtol=0.15, atol=0)
     assert ours[-1] < ours[3]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_codes_of_experts_weights_are_made_once_a_step(microbatches):
+    trainer = fresh_trainer(in_precision("fp8", microbatches=microbatches))
+    with mock.patch.object(fp8, "_both", side_effect=fp8._both) as made:
+        advance(trainer, 3)
+    assert made.call_count == 3 * 3 * 2  # steps, layers, weights

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from moe_graphs.engine.backends.backend import Backend, Graph, MemoryMeter, RecordedDraws
 from moe_graphs.engine.snapshot import no_garbage_collection
 from moe_graphs.engine.tensors import span_bytes
+from moe_graphs.weight_codes import made_apart
 
 _LARGE_POOL = 64 << 20
 
@@ -165,7 +166,7 @@ class CudaGraphs(Backend):
     @contextlib.contextmanager
     def record(self, pool: Any, draws: RecordedDraws | None = None) -> Iterator[list[Graph]]:
         self._make_workspaces()
-        with self._record(pool, draws) as graphs:
+        with made_apart(), self._record(pool, draws) as graphs:
             self.cache_piece(self._pieces.pop(pool, 0))  # it stays with the pool
             yield graphs
 

@@ -416,7 +416,7 @@ def is_generator(value: Any) -> bool:
 
 _PACKAGE = str(pathlib.Path(__file__).parents[2])
 _ENGINE = str(pathlib.Path(__file__).parents[1])
-_OTHERS = ("staged.py", "portable_launches.py", "kernels", "optim")
+_OTHERS = ("staged.py", "portable_launches.py", "weight_codes.py", "kernels", "optim")
 _NOT_READ = (_ENGINE, *(f"{_PACKAGE}/{name}" for name in _OTHERS))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = {"site-packages", "dist-packages"}

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_graphs import weight_codes
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.fp8 import reference
 from moe_graphs.kernels.fp8.reference import BLOCK
@@ -236,7 +237,14 @@ def quantized_weights(w_EKN: Tensor, powers: bool = False) -> Weights:
 
 
 def quantized_twice(w_EKN: Tensor, powers: bool = False) -> tuple[Weights, Weights]:
-    """A weight in FP8, and its transpose, in one pass over it."""
+    """A weight in FP8, and its transpose, in one pass over it.
+
+    Within ``unchanged_weights()`` they are made once.
+    """
+    return weight_codes.once(w_EKN, lambda: _both(w_EKN, powers), powers)
+
+
+def _both(w_EKN: Tensor, powers: bool) -> tuple[Weights, Weights]:
     flip = w_EKN.is_contiguous()
     w_EMN = w_EKN if flip else w_EKN.mT.contiguous()
     if has_kernel(w_EMN):

@@ -92,6 +92,7 @@ def routed_experts_fp8(
     tokens_XD = rows_for_products(tokens_XD)
     inverse_TK = order.inverse_R.view_as(weights_TK)
     indices = order.order_R, inverse_TK, order.offsets_E
+    keep_codes = keep_codes and torch.is_grad_enabled()
     options = order.has_gaps, is_sorted, recompute, keep_codes, weight_gradients, powers
     return _ExpertsInFP8.apply(tokens_XD, weights_TK, w1_ED2F, w2_EFD, *indices, *options)
 
