@@ -9,7 +9,7 @@ outputs, twice; one capture replayed with other routings and weights; what kerne
 the CPU, bit for bit. A second process times, each in a graph of several calls, contenders in random
 order: TFLOP/s of the kernels' tiles, of our bf16, and of one dense product of the same FLOPs in
 bf16 and by `torch._scaled_mm` with a scale per row (`use_fast_accum=False`); microseconds of the
-ops that quantize beside those in bf16.
+ops that quantize beside those in bf16, and of forward and backward of projections.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from moe_graphs.kernels.gemm.heuristics import Variant, row_variant, weight_vari
 from moe_graphs.kernels.permute import spread_rows
 from moe_graphs.kernels.routed_experts import weighted_swiglu_backward
 from moe_graphs.kernels.swiglu import NO_CLAMP, swiglu_forward
+from moe_graphs.layers.linear import FP8Linear, fp8_rows_linear, torch_linear
 
 BF16 = torch.bfloat16
 CASES = [  # routing, rows, experts, K, N, rows past the last end
@@ -69,6 +70,8 @@ SHAPES = [  # routing, rows, experts, K, N: the products of a layer of Qwen3-30B
     ("uniform", 16384, 8, 4096, 28672),
     ("uniform", 65536, 32, 7168, 4096),
 ]
+
+PROJECTIONS = [(8192, 4096, 14336), (8192, 14336, 4096), (16384, 2048, 5120)]  # rows, in, out
 
 
 def tiles(columns: int, of_weights: bool = False) -> dict[str, Variant]:
@@ -394,8 +397,26 @@ def op_times(rounds: int) -> dict:
     return {name: round(us, 1) for name, us in spent(jobs, rounds).items()}
 
 
+def projection_times(shape: tuple[int, int, int], rounds: int) -> dict:
+    """Microseconds of forward and backward of a projection, weights quantized in each."""
+    rows, columns, out = shape
+    x, dy = (matrices(rows, n, dtype=BF16) for n in (columns, out))
+    kinds = {"bf16": torch_linear, "fp8": FP8Linear, "fp8_rows": fp8_rows_linear}
+    jobs = {}
+    for name, kind in kinds.items():
+        layer = kind(columns, out, device="cuda", dtype=BF16)
+        given = x.clone().requires_grad_(), layer.weight
+        jobs[name] = lambda layer=layer, given=given: torch.autograd.grad(
+            layer(given[0]), given, dy
+        )
+    return {name: round(us, 1) for name, us in spent(jobs, rounds).items()}
+
+
 def time_child(rounds: int, until: float) -> None:
     print("TIME " + json.dumps({"microseconds": op_times(rounds)}), flush=True)
+    for shape in PROJECTIONS:
+        line = {"projection": shape, "microseconds": projection_times(shape, rounds)}
+        print("TIME " + json.dumps(line), flush=True)
     for shape in SHAPES:
         if time.time() < until:
             line = {"shape": shape, "tflops": product_times(shape, rounds)}

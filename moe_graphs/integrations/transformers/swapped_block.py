@@ -135,7 +135,7 @@ class SwappedMoE(MoEStages):
             self.add_module(name, SwappedExperts(child) if name == "experts" else child)
         self._buffers.update(block._buffers)
         self.training = block.training
-        self._block = (block,)  # in a tuple, since it is no part of this module
+        self._block: tuple[Any] = (block,)  # in a tuple, since it is no part of this module
         self._router = next(name for name in ROUTERS if name in parts)
         self._shared = next((name for name in SHARED if name in parts), None)
         router = parts[self._router]
