@@ -342,7 +342,7 @@ def test_routing_of_whole_steps(modules):
         if routing != "untrained":
             contenders.route_by_embeddings(model, routing)
         loads.append(contenders.fullest(model, tokens))
-    assert loads[0] > 3 > 2.2 > loads[1]
+    assert loads[0] > 2.7 > 2.2 > loads[1]
     assert loads[2] > 6
 
 
