@@ -322,7 +322,7 @@ def test_whole_steps_on_a_gpu(modules, tmp_path):
     out = tmp_path / "rows.jsonl"
     modules.full_iteration.main(["--tiny", "--rounds", "1", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["error"] for row in rows] == [None] * 34
+    assert [row["error"] for row in rows] == [None] * 40
     for row in rows:
         if row["contender"] == "full iteration, optimizer":
             assert row["timeline"]["graph_launches"] == 1
@@ -335,6 +335,7 @@ def test_routing_of_whole_steps(modules):
     moe = replace(contenders.gpu_bound().config.moe, num_experts=32, top_k=2, ffn_hidden_size=16)
     sizes = dict(num_layers=3, hidden_size=256, vocab_size=2048, num_heads=4, num_kv_heads=2)
     config = replace(contenders.gpu_bound().config, **sizes, head_dim=32, moe=moe)
+    torch.manual_seed(1)
     tokens, loads = torch.randint(2048, (1, 512)), []
     for routing in ("untrained", "even", "zipf"):
         torch.manual_seed(0)
@@ -342,7 +343,7 @@ def test_routing_of_whole_steps(modules):
         if routing != "untrained":
             contenders.route_by_embeddings(model, routing)
         loads.append(contenders.fullest(model, tokens))
-    assert loads[0] > 2.7 > 2.2 > loads[1]
+    assert loads[0] > 3 > 2.2 > loads[1]
     assert loads[2] > 6
 
 
