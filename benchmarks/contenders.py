@@ -24,6 +24,7 @@ from moe_graphs.layers.experts import GroupedExperts
 from moe_graphs.layers.model_config import Precision
 from moe_graphs.layers.router import TopKRouter
 from moe_graphs.optim import AdamW
+from moe_graphs.training.update_in_backward import UpdateInBackward
 
 WARMUP_STEPS = 3
 BATCHES = 64
@@ -142,6 +143,7 @@ class Contender:
             graph has the update, too.
         experts: the implementation of the experts in a model of transformers.
         our_adamw: whether the update is `moe_graphs.optim.AdamW` instead of torch's fused one.
+        in_backward: whether that updates each weight within the backward, and frees its gradient.
         state_dtype: dtype of the optimizer's states, if it is not that of the parameters.
         precision: of experts and of the projections of all layers, as `MoEConfig` has it.
         audit_every: how often a call runs eagerly in place of its replay, to compare it.
@@ -154,6 +156,7 @@ class Contender:
     optimizer_in_graph: bool = False
     experts: str = ""
     our_adamw: bool = False
+    in_backward: bool = False
     state_dtype: torch.dtype | None = None
     precision: Precision = "weights"
     audit_every: int | str | None = None
@@ -200,6 +203,8 @@ class Run:
         self.device = batches.device
         self.graphs: Graphs | None = None
         self.full_iteration: FullIteration | None = None
+        if contender.in_backward:
+            state = [*state, UpdateInBackward(optimizer)]
         # A benchmark must not fall back to eager calls unnoticed.
         if contender.scopes is not None:
             config = GraphConfig(

@@ -68,6 +68,9 @@ ENTRIES: dict[str, Entry] = {
     "ours-moe": _ours("moe_graphs, graphs of attn,moe", scopes="attn,moe"),
     "ours-whole": _ours("moe_graphs, whole steps", full_iteration=True, optimizer_in_graph=True),
     "ours-whole-adamw": _ours("moe_graphs, whole steps, our AdamW", **WHOLE),
+    "ours-whole-in-backward": _ours(
+        "moe_graphs, whole steps, our AdamW within the backward", in_backward=True, **WHOLE
+    ),
     "ours-fp8-moe": _ours_fp8("FP8, graphs of attn,moe", "fp8", scopes="attn,moe"),
     "ours-fp8-whole": _ours_fp8("FP8, whole steps, our AdamW", "fp8", **WHOLE),
     "ours-fp8-rows-whole": _ours_fp8(
