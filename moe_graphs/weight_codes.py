@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -32,8 +33,8 @@ def unchanged_weights() -> Iterator[None]:
 
     Put it around the forwards and backwards of one update. Codes take two bytes for each number
     of the experts' weights until the block ends. In a whole step (``FullIteration``) the block
-    belongs into the step. Graphs of scopes make codes in each replay, as they do without the
-    block, and so do experts whose weights FSDP2 frees.
+    belongs into the step. Codes are made each time, as without the block, by graphs of scopes, by
+    code of ``torch.compile``, and by experts whose weights FSDP2 frees.
 
     Example::
 
@@ -55,12 +56,12 @@ def unchanged_weights() -> Iterator[None]:
 
 def is_open() -> bool:
     """Whether this is within a block of ``unchanged_weights``."""
-    return _open.get() is not None
+    return not torch.compiler.is_compiling() and _open.get() is not None
 
 
 @contextlib.contextmanager
 def made_apart() -> Iterator[None]:
-    """What is tried or captured has no codes from outside; a block within it has its own."""
+    """A context without the codes of a block around it; a block within it has its own."""
     token = _open.set(None)
     try:
         yield
@@ -69,12 +70,12 @@ def made_apart() -> Iterator[None]:
 
 
 def once(weight: Tensor, made: Callable[[], Any], *options: Any) -> Any:
-    """What ``made`` returns for a weight, which is kept if a block is open.
+    """Returns the result of ``made`` for a weight, which is kept if a block is open.
 
     Args:
         options: what else decides about the codes.
     """
-    kept = _open.get()
+    kept = None if torch.compiler.is_compiling() else _open.get()
     if kept is None:
         return made()
     place = weight.untyped_storage()._cdata, weight.storage_offset()

@@ -7,8 +7,6 @@ them as a deadlock. They are reproduced here, and the loops of our kernels are c
 from __future__ import annotations
 
 import re
-import warnings
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -23,7 +21,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from compiled import SHARED_LIMIT, Compiled, check, launch_compiler  # noqa: E402
 from grids import few, grid  # noqa: E402
-from moe_graphs import kernels, portable_launches  # noqa: E402
+from moe_graphs import kernels  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
 from moe_graphs.kernels.gemm import sm90_common, sm90_lora, tile_scheduler  # noqa: E402
 from moe_graphs.kernels.heads import triton_kernels as heads_triton  # noqa: E402
@@ -216,29 +214,6 @@ def test_weights_in_fp8(compiled, columns, pingpong, dtype):
     assert kernel.carried == [*carried * 2, 4, 2]
     assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4
     assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64
-
-
-def test_products_in_fp8_of_few_rows_are_counted_and_told_once(compiled, monkeypatch):
-    monkeypatch.setattr(portable_launches, "_launches", Counter())
-    scales, codes = torch.empty(4, 8 * 767), torch.zeros(8 * 767, 512, dtype=torch.uint8)
-    w, w_scales = torch.zeros(8, 128, 512, dtype=torch.uint8), torch.empty(8, 1, 4)
-    given = *(x.view(torch.float8_e4m3fn) for x in (codes, w)), torch.zeros(8, dtype=torch.int32)
-
-    def multiply(rows: int) -> None:
-        part = given[0][:rows], scales[:, :rows].contiguous(), given[1], w_scales, given[2]
-        compiled(lambda: gemm.matmul_rows_fp8(*part, BF16))
-
-    with pytest.warns(UserWarning, match="get 767 rows each on average. .* fewer than 768,"):
-        multiply(8 * 767)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        multiply(8 * 100)
-    assert list(portable_launches.portable_launches().values()) == [2]
-    monkeypatch.setattr(gemm, "FP8_PAYS_FROM", 100)
-    multiply(8 * 100)
-    assert list(portable_launches.portable_launches().values()) == [2]
-    monkeypatch.setattr(portable_launches, "_launches", Counter())
-    multiply(8 * 99)  # an error, if pyproject.toml ignores the warning by other words
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_graphs import weight_codes
 from moe_graphs.kernels.availability import has_kernel
 from moe_graphs.kernels.fp8 import reference
+from moe_graphs.kernels.fp8.few_rows import tell_if_few
 from moe_graphs.kernels.fp8.reference import BLOCK
 from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.permute import spread_rows
@@ -348,8 +349,12 @@ def check_sizes(**sizes: int) -> None:
             )
 
 
-def rows_for_products(x: Tensor) -> Tensor:
-    """Rows as products in FP8 take them: cast under autocast.
+def rows_for_products(x: Tensor, rows: int, experts: int) -> Tensor:
+    """Rows as products in FP8 take them: cast under autocast. Few rows on CUDA are told.
+
+    Args:
+        x: rows, or the tokens that rows are copies of.
+        rows, experts: numbers of the rows of products, and of the weights that share them.
 
     Raises:
         ValueError: they are on CUDA in another dtype than bf16 and fp16.
@@ -361,4 +366,6 @@ def rows_for_products(x: Tensor) -> Tensor:
             f"precision='fp8' takes tokens of bfloat16 or float16 on CUDA, got {x.dtype}: run the "
             f'model under torch.autocast("cuda", torch.bfloat16, cache_enabled=False)'
         )
+    if x.is_cuda and not torch.compiler.is_compiling():
+        tell_if_few(rows, experts)
     return x

@@ -47,7 +47,8 @@ def linear_fp8(x: Tensor, weight_NK: Tensor, *, weight_gradients: bool = True) -
             f"and {tuple(x.shape)}"
         )
     check_sizes(in_features=weight_NK.shape[1], out_features=weight_NK.shape[0])
-    x_TK = rows_for_products(x.reshape(-1, x.shape[-1]))
+    x_TK = x.reshape(-1, x.shape[-1])
+    x_TK = rows_for_products(x_TK, rows=x_TK.shape[0], experts=1)
     y_TN = _LinearInFP8.apply(x_TK, weight_NK, weight_gradients)
     return y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

@@ -20,11 +20,6 @@ LONG_SUM = 4096
 # Programs of a multiprocessor at once that gather tokens: their loads fill its memory's latency.
 GATHERING_PROGRAMS = 3
 
-# Rows of an expert from which a layer's forward and backward in FP8 are faster than in bf16: to
-# quantize the weights takes as long for few rows as for many. Measured on an H100 at c8229810
-# (2026-11-27), speed in bf16 = 1: 0.96 with 512 rows, 1.06 with 1,024, 1.32 and 1.33 with 2,048.
-FP8_PAYS_FROM = 768
-
 Pair = tuple[torch.Tensor, torch.Tensor]  # operands of a product: rows [R, K], and matrices
 
 

@@ -10,15 +10,12 @@ the memory is looked at, whose addresses nobody knows before.
 R rows, T tokens, E experts, K and N columns of the operands.
 """
 
-import warnings
 from dataclasses import replace
 
 import torch
 
-from moe_graphs import portable_launches
 from moe_graphs.kernels.gemm import portable_pointer
 from moe_graphs.kernels.gemm.heuristics import (
-    FP8_PAYS_FROM,
     GATHERING_PROGRAMS,
     LONG_SUM,
     Pair,
@@ -168,29 +165,11 @@ def matmul_rows_fp8(
         out = torch.empty(rows, N, dtype=dtype, device=device)
     check_memory(codes=codes_RK, scales=scales_GR, w=w_codes_ENK, w_scales=w_scales, out=out)
     if rows:
-        _tell_if_few(rows, offsets_E.numel())
         grid = sm_count(device)
         work = row_tiles(offsets_E, rows, v.block_m)
         operands = codes_RK, scales_GR, w_codes_ENK, w_scales
         kernels.fp8_rows_launch(v, *operands, out, work, grid).run()
     return out
-
-
-def _tell_if_few(rows: int, experts: int) -> None:
-    """Count a product in FP8 of a layer that is faster in bf16, and say so the first time."""
-    each = rows // experts
-    if each < FP8_PAYS_FROM:
-        name = "FP8 with few rows an expert, where bf16 is faster"
-        if name not in portable_launches.portable_launches():
-            warnings.warn(
-                f"moe_graphs: experts (or projections) in FP8 get {each} rows each on average. "
-                f"Forward and backward of a layer are faster in bf16 with fewer than "
-                f"{FP8_PAYS_FROM}, since quantizing the weights takes as long for few rows as for "
-                f"many: take precision='weights', or more tokens at once. "
-                f"graphs.report().portable_launches counts such products",
-                stacklevel=2,
-            )
-        portable_launches.count(name)
 
 
 def can_gather_weights(x: torch.Tensor, columns: int) -> bool:

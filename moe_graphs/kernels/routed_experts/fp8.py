@@ -89,7 +89,7 @@ def routed_experts_fp8(
             f"and {tuple(w2_EFD.shape)} for tokens {tuple(tokens_XD.shape)}"
         )
     check_sizes(hidden_size=tokens_XD.shape[1], ffn_hidden_size=w2_EFD.shape[1])
-    tokens_XD = rows_for_products(tokens_XD)
+    tokens_XD = rows_for_products(tokens_XD, order.order_R.numel(), w1_ED2F.shape[0])
     inverse_TK = order.inverse_R.view_as(weights_TK)
     indices = order.order_R, inverse_TK, order.offsets_E
     keep_codes = keep_codes and torch.is_grad_enabled()
