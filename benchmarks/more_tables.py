@@ -7,6 +7,7 @@ from typing import Any
 
 import model_flops
 from markdown_cells import milliseconds, table, times
+from real_runs import apart as apart_of_seeds
 from result_lines import H100, H200, Line, Select, fastest_eager, sources
 
 OUR_ADAMW = "full iteration, our AdamW"
@@ -62,7 +63,8 @@ def accumulated(lines: list[Line]) -> str:
 def on_an_h100(lines: list[Line]) -> str:
     rows, used = [], []
     for model, label in (MODELS | ROUTED).items():
-        whole = Select("full_iteration", {"model": model}, ("eager", OUR_ADAMW), H100).run(lines)
+        wanted = ("eager", OUR_ADAMW, *(("attn,moe",) if model in ROUTED else ()))
+        whole = Select("full_iteration", {"model": model}, wanted, H100).run(lines)
         scopes = whole
         if model in MODELS:
             scopes = Select("partial_graphs", {"model": model}, ("eager", "attn,moe"), H100).run(
@@ -311,7 +313,7 @@ def _rows_an_expert(line: Line) -> int:
 
 def fp8_experts(lines: list[Line]) -> str:
     """One MoE layer with experts in FP8, beside the same in bf16."""
-    kinds = ("", " in FP8", " in FP8 but gradients of weights")
+    kinds = ("", " in FP8", " in FP8 but gradients of weights", " in FP8, codes of weights at hand")
     contenders = [f"ours{kind}, one graph" for kind in kinds]
     sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
     given = Select("moe_layer_fp8", gpu=H100).lines(lines)
@@ -330,12 +332,76 @@ def fp8_experts(lines: list[Line]) -> str:
         used += shown
     apart = max(line["train_ms"][2] / line["train_ms"][0] for line in used) - 1
     header = (
-        "tokens, hidden, ffn, experts, top-k | rows an expert | bf16 | `fp8` | `fp8_rows` | "
-        "MiB kept, bf16 -> `fp8`"
+        "tokens, hidden, ffn, experts, top-k | rows an expert | bf16 | `fp8` | `fp8_rows` | `fp8`, "
+        "codes at hand | MiB kept, bf16 -> `fp8`"
     )
     note = (
-        "Forward and backward of one MoE layer as a graph, even routing. Medians; rounds of one "
-        f"contender are up to {100 * apart:.0f} % apart."
+        "Forward and backward of one MoE layer as a graph, even routing. Codes of weights are at "
+        "hand for the second microbatch and later ones of a step (`unchanged_weights`). Medians; "
+        f"rounds of one contender are up to {100 * apart:.0f} % apart."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
+def fp8_projections(lines: list[Line]) -> str:
+    """Forward and backward of projections in FP8, beside bf16."""
+    given = Select("fp8_products", gpu=H100).lines(lines)
+    newest = {tuple(line["projection"]): line for line in given if line.get("projection")}
+    rows = []
+    for (count, columns, out), line in newest.items():
+        us = line["microseconds"]
+        shown = [f"{us[k] / 1e3:.2f} ms, {times(us['bf16'] / us[k])}" for k in ("fp8", "fp8_rows")]
+        sizes = f"{count:,} rows, {columns:,} to {out:,}"
+        rows.append([sizes, f"{us['bf16'] / 1e3:.2f} ms", *shown])
+    header = "a projection | bf16 | `fp8` | `fp8_rows`"
+    note = "Forward and backward as graphs; the weight is quantized in both."
+    return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
+
+
+IN_FP8 = {"fp8": f"{OUR_ADAMW}, FP8", "fp8_rows": f"{OUR_ADAMW}, FP8 but gradients of weights"}
+
+
+def fp8_whole_steps(lines: list[Line]) -> str:
+    """Whole steps with experts and all projections in FP8, beside bf16."""
+    rows, used = [], []
+    for model, label in ROUTED.items():
+        given = [line for line in lines if "microbatches" not in (line.get("setting") or "")]
+        wanted = ("eager", OUR_ADAMW, *IN_FP8.values())
+        run = Select("full_iteration", {"model": model}, wanted, H100).run(given)
+        shown = [run[name] for name in wanted]
+        cells = [f"{milliseconds(line)}, {times(line['speedup']['median'])}" for line in shown[1:]]
+        rows.append([label, milliseconds(shown[0]), *cells])
+        used += shown
+    header = "a training step | bf16, eager | whole step, bf16 | `fp8` | `fp8_rows`"
+    note = (
+        "Experts, and projections of all layers; our AdamW within the graph; x eager in bf16. "
+        "Experts have 512 rows on average."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+
+
+def fp8_pairs(lines: list[Line]) -> str:
+    """Training in FP8 beside bf16, from the same seeds."""
+    pairs: dict[int, dict[str, Line]] = {}
+    for line in Select("real_runs", {"set": "fp8"}, gpu=H100).lines(lines):
+        if not line.failed:
+            pairs.setdefault(line["seed"], {})[line["contender"]] = line
+    both = {seed: pair for seed, pair in sorted(pairs.items()) if len(pair) == 2}
+    rows, used, found = [], [], [list[Line](), list[Line]()]
+    for seed, pair in both.items():
+        plain, ours = pair["bf16"], pair["experts in FP8"]
+        bits = [line["held_out_bits_per_byte"] for line in (plain, ours)]
+        rows.append([
+            str(seed), *(f"{each:.4f}" for each in bits), f"{100 * (bits[1] / bits[0] - 1):+.2f} %",
+            times(ours["tokens_per_second"] / plain["tokens_per_second"]),
+        ])  # fmt: skip
+        used += [plain, ours]
+        found[0].append(plain)
+        found[1].append(ours)
+    header = "seed | held out, bits per byte, bf16 | FP8 | difference | tokens/s, FP8 over bf16"
+    note = (
+        f"`small`, {used[0]['steps']} steps on 57 MB of the text of installed packages, five times "
+        f"Python's library; experts in FP8. Difference: {apart_of_seeds(*found[::-1])} (95 % interval)."
     )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
