@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from real_runs import TRAIN, WHOLE, Row, collect, listen
 
 EXPORT = (*TRAIN[:-1], "export")
 FIRST, FROM_SEED, CONTINUED = "Python's library", "from the seed", "from its own checkpoint"
-EVALUATED = 100  # steps between two evaluations of the presets
+EVALUATED = 20  # steps between two evaluations
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -65,7 +66,8 @@ def run_all(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def _trained(options: argparse.Namespace, contender: str, out: Path, given: list[str]) -> Row:
-    heard = _run([*TRAIN, *given, "--no-deterministic", "--out", str(out)], options.end)
+    more = ["--no-deterministic", "--evaluate-every", str(EVALUATED), "--out", str(out)]
+    heard = _run([*TRAIN, *given, *more], options.end)
     row: Row = {"benchmark": "continued_runs", "contender": contender, "options": given}
     summary = json.loads((out / "summary.json").read_text())
     before = summary["held_out_before"]
@@ -96,7 +98,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     axis.set_title("text that is new: points held out, lines behind them training", loc="left")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(environment.describe(rows[-1]["environment"]), fontsize=7, color="#555555")
+    made_on = textwrap.fill(environment.describe(rows[-1]["environment"]), 110)
+    figure.supxlabel(made_on, fontsize=7, color="#555555")
     return figure
 
 

@@ -36,8 +36,11 @@ def newest(
     return {line["contender"]: line for line in sorted(found, key=lambda line: line.run)}
 
 
-def peers(lines: Sequence[Line], gpu: str = H200) -> str:
-    """Table with a row per contender, the first case's fastest on top, after a summary."""
+def peers(lines: Sequence[Line], gpu: str = H200, all_rows: bool = False) -> str:
+    """Table with a row per contender, the first case's fastest on top, after a summary.
+
+    Rows with one time are left out unless ``all_rows`` are wanted.
+    """
     found = {
         name + ROUTED[routing]: run
         for (case, name), routing in product(CASES.items(), ROUTED)
@@ -50,7 +53,8 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
     timed = {line["contender"]: line["title"] for line in used if line.get("step_ms")}
     first = next(iter(found.values()))
     cells = {name: [_cell(run.get(name)) for run in found.values()] for name in timed}
-    shown = [n for n, row in cells.items() if len(row) == 1 or len(row) - row.count(NOT_RUN) > 1]
+    few = all_rows or len(found) == 1
+    shown = [n for n, row in cells.items() if few or len(row) - row.count(NOT_RUN) > 1]
     rows = [
         [timed[name], *cells[name]]
         for name in sorted(shown, key=lambda name: _order(first.get(name)))
@@ -69,7 +73,7 @@ def peers(lines: Sequence[Line], gpu: str = H200) -> str:
 
 
 def peers_on_an_h100(lines: Sequence[Line]) -> str:
-    return peers(lines, H100)
+    return peers(lines, H100, all_rows=True)
 
 
 LAYER_SIZE = ("tokens", "hidden", "ffn", "experts", "top_k")

@@ -15,6 +15,7 @@ H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 TWO_RANKS = "torchrun --nproc-per-node 2"
 COMMANDS: Mapping[str, str] = {
     "accumulated": "python benchmarks/partial_graphs.py --microbatches 4",
+    "accumulated_steps": "python benchmarks/full_iteration.py --microbatches 4",
     "dispatch": f"{TWO_RANKS} benchmarks/dispatch.py",
     "expert_rows": f"{TWO_RANKS} benchmarks/expert_rows.py",
     "full_iteration": "python benchmarks/full_iteration.py --compile",
@@ -146,7 +147,9 @@ def link(file: str) -> str:
 
 def command_of(line: Line) -> str:
     """The command that makes such lines, without ``--out`` and what it runs on."""
-    name = "accumulated" if "microbatches" in (line.get("setting") or "") else line["benchmark"]
+    name = line["benchmark"]
+    if "microbatches" in (line.get("setting") or ""):
+        name = {"partial_graphs": "accumulated", "full_iteration": "accumulated_steps"}[name]
     return COMMANDS.get(name, f"python benchmarks/{name}.py")
 
 

@@ -298,6 +298,11 @@ class OutputOptions:
         None, "The run's directory. (default: a new one in runs/, also with --resume)", of="start"
     )
     checkpoint_every: int = option(0, "Steps between checkpoints; 0 writes one at the end.")
+    evaluate_every: int | None = option(
+        None,
+        "Steps between evaluations on a sample of held-out text. (default: the preset's)",
+        least=1,
+    )
     save: bool = option(True, "Write checkpoints.")
     compare: bool = option(False, "Run eagerly and graphed, and compare both runs.", of="start")
     json: bool = option(

@@ -251,6 +251,7 @@ def _train(
             log.write(json.dumps({"step": trainer.step, **resumed}) + "\n")
         traced = trainer.step + _TRACED_AFTER
         every = options.asked.output.checkpoint_every
+        evaluated = options.asked.output.evaluate_every or preset.evaluate_every
         while trainer.step < steps:
             if trainer.step + 1 == steps or (every and (trainer.step + 1) % every == 0):
                 trainer.audit_soon()  # before a checkpoint, and at the end
@@ -266,7 +267,7 @@ def _train(
                 log.write(json.dumps(asdict(line), allow_nan=False) + "\n")
                 log.flush()
                 progress.line(line)
-            if not last and trainer.step % preset.evaluate_every == 0:
+            if not last and trainer.step % evaluated == 0:
                 curve.append((trainer.step, trainer.bits_per_byte(sample)))
                 found = f"{curve[-1][1]:.4f} bits per byte"
                 progress.note(f"held out: {found} (sample, {_weights(options)} weights)")

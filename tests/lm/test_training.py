@@ -209,6 +209,14 @@ def test_a_run_leaves_its_results_behind(tmp_path):
     assert any(note.startswith("held out") for note in notes)
 
 
+@pytest.mark.parametrize(("every", "evaluations"), [(None, 1), (3, 2)])
+def test_an_option_says_how_often_a_run_evaluates(tmp_path, every, evaluations):
+    notes: list[str] = []
+    given = options(out=tmp_path / "run", evaluate_every=every, save=False)
+    run(given, small_corpus(), Progress(line=lambda line: None, note=notes.append))
+    assert sum(note.startswith("held out") for note in notes) == evaluations  # of eight steps
+
+
 def test_a_picture_is_drawn_or_its_absence_is_explained(tmp_path, monkeypatch):
     arguments = {
         "title": "a test",
