@@ -28,6 +28,7 @@ from moe_graphs.integrations.transformers.collected_outputs import collect_outpu
 from moe_graphs.integrations.transformers.deferred_logits import DeferredLogits, defer_logits
 from moe_graphs.integrations.transformers.experts_interface import NAME, register
 from moe_graphs.integrations.transformers.fp8_experts import experts_in_fp8
+from moe_graphs.integrations.transformers.fp8_projections import projections_in_fp8
 from moe_graphs.integrations.transformers.lengths import SHAPES, Lengths, pad_lengths
 from moe_graphs.integrations.transformers.packed_rows import mask_documents
 from moe_graphs.integrations.transformers.packing import packing_of
@@ -116,6 +117,7 @@ def accelerate_model(
     rotary: bool = True,
     loss: bool = True,
     precision: Precision = "weights",
+    dense_precision: Precision = "weights",
     graphs: GraphConfig | bool = True,
     lengths: Sequence[int] | bool | None = None,
     whole_steps: bool = False,
@@ -143,7 +145,9 @@ def accelerate_model(
             ``"fp8_rows"`` all but the gradients of weights, as ``MoEConfig`` says. Whole MoE blocks
             on our stages take it, where 128 divides their sizes, without LoRA beside them and not
             in few bits; ``print`` of the result names what was left. Weights stay as they are.
-            Attention, routers, shared experts, dense layers and the head are computed as before.
+        dense_precision: the same of linear layers within decoder layers: attention's projections,
+            dense layers and shared experts, without LoRA around them. The first and the last
+            decoder layer, routers and the head are computed as before.
         graphs: the decoder layers as CUDA graphs: put ``with accelerated.step():`` around the
             forwards and backwards of an update. Worth most where the host's launches take longer
             than the GPU's work; with 16k tokens of a large model it wins nothing. A
@@ -174,7 +178,7 @@ def accelerate_model(
     Raises:
         ValueError: the model has graphs already, or is neither transformers' nor PEFT's;
             ``whole_steps`` together with a ``GraphConfig`` or with ``lengths``; no experts take
-            ``precision``; ``lengths``
+            ``precision``, or no projections ``dense_precision``; ``lengths``
             together with ``GraphConfig(shapes=1)``; PEFT was to adapt experts that were in few bits
             already (``quantize_experts``).
     """
@@ -192,6 +196,7 @@ def accelerate_model(
         if experts:
             _change_experts(inner, done)
         experts_in_fp8(inner, done, precision)
+        projections_in_fp8(inner, done, dense_precision)
         if adapters:
             adapt_projections(inner, done)
         with trying():
