@@ -107,8 +107,9 @@ def test_projections_between_the_first_and_the_last_layer(family, precision):
     assert line.count == 2 * (7 if family == "llama" else 4)  # projections of a layer
     found = loss_and_gradients(model, tokens())
     assert found.keys() == expected.keys()
+    bound = 0.15 if family == "llama" else 0.35  # gradients of routers are small differences
     for name, value in expected.items():
-        assert relative(found[name], value) < 0.25, name
+        assert relative(found[name], value) < bound, name
     weights = [n for n in expected if "_proj" in n and ".experts." not in n]
     inner = [n for n in weights if any(each in n for each in INNER)]
     assert all(relative(found[name], expected[name]) > 1e-3 for name in inner)
