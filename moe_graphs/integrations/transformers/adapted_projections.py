@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
 from moe_graphs.errors import GraphWarning
-from moe_graphs.integrations.transformers.caching import theirs_in_decoding
 from moe_graphs.integrations.transformers.changes import Change, Changes, makers_of
+from moe_graphs.integrations.transformers.decoding import theirs_in_decoding
 from moe_graphs.kernels.lora_linear import lora_linear
 
 OWN = "PEFT's own forward casts rows to the dtype of the factors"

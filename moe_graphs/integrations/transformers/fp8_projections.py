@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
-from moe_graphs.integrations.transformers.caching import theirs_in_decoding
 from moe_graphs.integrations.transformers.changes import Changes
+from moe_graphs.integrations.transformers.decoding import theirs_in_decoding
 from moe_graphs.integrations.transformers.swapped_block import ROUTERS, SHARED_GATE
 from moe_graphs.kernels.fp8 import check_sizes
 from moe_graphs.kernels.fp8.linear import linear_fp8

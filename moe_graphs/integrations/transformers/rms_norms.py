@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.engine.guards.introspection import hooks_of
-from moe_graphs.integrations.transformers.caching import theirs_in_decoding
 from moe_graphs.integrations.transformers.changes import Changes, by_class
+from moe_graphs.integrations.transformers.decoding import theirs_in_decoding
 from moe_graphs.kernels import add_rms_norm, rms_norm
 
 # What a decoder layer's forward mentions, if it is the one that is computed here.

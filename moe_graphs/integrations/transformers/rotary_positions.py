@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.integrations.transformers.caching import theirs_in_decoding
 from moe_graphs.integrations.transformers.changes import Changes, by_class
+from moe_graphs.integrations.transformers.decoding import theirs_in_decoding
 from moe_graphs.kernels import apply_rotary
 
 _NAME = "apply_rotary_pos_emb"

@@ -24,8 +24,8 @@ from moe_graphs.integrations.peft import (
     lora_of,
     why_summed,
 )
-from moe_graphs.integrations.transformers.caching import is_decoding
 from moe_graphs.integrations.transformers.collected_outputs import is_collecting
+from moe_graphs.integrations.transformers.decoding import is_decoding
 from moe_graphs.integrations.transformers.packing import (
     WEIGHTS,
     packing_of,
@@ -184,7 +184,9 @@ class SwappedMoE(MoEStages):
             return False
         if experts.precision != "weights" or any(hooks_of(experts)) or "forward" in vars(experts):
             return False
-        others = (block._modules[n] is each for n, each in self._modules.items() if each != experts)
+        others = (
+            block._modules[n] is each for n, each in self._modules.items() if each is not experts
+        )
         if experts._parameters.keys() != block.experts._parameters.keys() or not all(others):
             return False
         block.experts._parameters.update(experts._parameters)
