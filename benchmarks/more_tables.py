@@ -68,7 +68,7 @@ def on_an_h100(lines: list[Line]) -> str:
         scopes = whole
         if model in MODELS:
             scopes = Select("partial_graphs", {"model": model}, ("eager", "attn,moe"), H100).run(
-                [line for line in lines if "microbatches" not in (line.get("setting") or "")]
+                [line for line in lines if not line.accumulates]
             )
         shown = scopes["attn,moe"], whole[OUR_ADAMW]
         cells = [f"{milliseconds(each)}, {times(each['speedup']['median'])}" for each in shown]
@@ -366,7 +366,7 @@ def fp8_whole_steps(lines: list[Line]) -> str:
     rows, used = [], []
     for model, label in ROUTED.items():
         for microbatches in (False, True):
-            given = [x for x in lines if ("microb" in (x.get("setting") or "")) is microbatches]
+            given = [line for line in lines if line.accumulates is microbatches]
             where = Select("full_iteration", {"model": model}, ("eager", IN_FP8["fp8"]), H100)
             try:
                 run = where.run(given)
@@ -375,8 +375,11 @@ def fp8_whole_steps(lines: list[Line]) -> str:
             cells = [milliseconds(run["eager"])]
             for name in (OUR_ADAMW, *IN_FP8.values()):
                 line = run.get(name)
-                cells.append("-" if line is None else f"{milliseconds(line)}, {_faster(line)}")
-                used += [] if line is None else [line]
+                if line is None:
+                    cells.append("-")
+                    continue
+                cells.append(f"{milliseconds(line)}, {times(line['speedup']['median'])}")
+                used.append(line)
             rows.append([f"{label}{', four times' * microbatches}", *cells])
             used.append(run["eager"])
     header = "a training step | bf16, eager | whole step, bf16 | `fp8` | `fp8_rows`"
@@ -388,35 +391,29 @@ def fp8_whole_steps(lines: list[Line]) -> str:
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
 
-def _faster(line: Line) -> str:
-    return times(line["speedup"]["median"])
-
-
 def fp8_pairs(lines: list[Line]) -> str:
     """Training in FP8 beside bf16, from the same seeds."""
     pairs: dict[int, dict[str, Line]] = {}
     for line in Select("real_runs", {"set": "fp8"}, gpu=H100).lines(lines):
         if not line.failed:
             pairs.setdefault(line["seed"], {})[line["contender"]] = line
-    both = {seed: pair for seed, pair in sorted(pairs.items()) if len(pair) == 2}
-    rows, used, found = [], [], [list[Line](), list[Line]()]
-    for seed, pair in both.items():
-        plain, ours = pair["bf16"], pair["experts in FP8"]
-        bits = [line["held_out_bits_per_byte"] for line in (plain, ours)]
+    both = [pair for _, pair in sorted(pairs.items()) if len(pair) == 2]
+    plain, ours = ([pair[name] for pair in both] for name in ("bf16", "experts in FP8"))
+    rows = []
+    for one, other in zip(plain, ours, strict=True):
+        bits = [line["held_out_bits_per_byte"] for line in (one, other)]
         rows.append([
-            str(seed), *(f"{each:.4f}" for each in bits), f"{100 * (bits[1] / bits[0] - 1):+.2f} %",
-            times(ours["tokens_per_second"] / plain["tokens_per_second"]),
+            str(one["seed"]), *(f"{each:.4f}" for each in bits),
+            f"{100 * (bits[1] / bits[0] - 1):+.2f} %",
+            times(other["tokens_per_second"] / one["tokens_per_second"]),
         ])  # fmt: skip
-        used += [plain, ours]
-        found[0].append(plain)
-        found[1].append(ours)
     header = "seed | held out, bits per byte, bf16 | FP8 | difference | tokens/s, FP8 over bf16"
-    difference = apart_of_seeds(*found[::-1])
+    difference = apart_of_seeds(ours, plain)
     note = (
-        f"`small`, {used[0]['steps']} steps on 57 MB of the text of installed packages, five times "
-        f"Python's library; experts in FP8. Difference: {difference} (95 % interval)."
+        f"`small`, {plain[0]['steps']} steps on 57 MB of the text of installed packages, five "
+        f"times Python's library; experts in FP8. Difference: {difference} (95 % interval)."
     )
-    return f"{table(header, rows)}\n\n{note} {sources(used)}"
+    return f"{table(header, rows)}\n\n{note} {sources([*plain, *ours])}"
 
 
 def document_attention(lines: list[Line]) -> str:

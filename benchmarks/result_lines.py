@@ -57,6 +57,11 @@ class Line:
         """Whether the line has an error message; in lines of kernels ``error`` is a number."""
         return isinstance(self.get("error"), str)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several microbatches."""
+        return "microbatches" in (self.get("setting") or "")
+
 
 Run = dict[str, Line]  # by contender
 
@@ -148,7 +153,7 @@ def link(file: str) -> str:
 def command_of(line: Line) -> str:
     """The command that makes such lines, without ``--out`` and what it runs on."""
     name = line["benchmark"]
-    if "microbatches" in (line.get("setting") or ""):
+    if line.accumulates:
         name = {"partial_graphs": "accumulated", "full_iteration": "accumulated_steps"}[name]
     return COMMANDS.get(name, f"python benchmarks/{name}.py")
 

@@ -102,8 +102,8 @@ class Report(PrintedReport):
         abandoned: number of replayed forwards whose backward never came.
         occupancy: ``occupancy_of`` the model.
         portable_launches: kernel and architecture -> launches in this process on a GPU for which
-            the kernels have no tuned row (``docs/development/architectures.md``); also products in
-            FP8 with so few rows that bf16 is faster.
+            the kernels have no tuned row (``docs/development/architectures.md``); also forwards
+            of layers in FP8 with so few rows that bf16 is faster.
         off_because: why there are no graphs, for instance after a failed capture; None if there
             are.
         audited: number of calls that ran eagerly in place of a replay, to be compared with the

@@ -17,7 +17,7 @@ from moe_graphs.engine.report import Report
 from moe_graphs.integrations.transformers.adapted_experts import multiply_rows
 from moe_graphs.integrations.transformers.adapted_projections import adapt_projections
 from moe_graphs.integrations.transformers.caching import stop_caching
-from moe_graphs.integrations.transformers.changes import Change, Changes, trying
+from moe_graphs.integrations.transformers.changes import Change, Changes, lists_of_layers, trying
 from moe_graphs.integrations.transformers.checkpointing import (
     Look,
     Switch,
@@ -360,15 +360,7 @@ def _write_dtype(model: Any) -> Callable[[], None]:
 def _graph_layers(
     model: Any, done: Accelerated, config: GraphConfig | None, changing: bool
 ) -> None:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
-    }
+    lists = lists_of_layers(model)
     layers = {f"{name}.{i}": layer for name, each in lists.items() for i, layer in enumerate(each)}
     reads = {} if config else {n: why for n, layer in layers.items() if (why := host_read(layer))}
     for why, count in Counter(reads.values()).items():

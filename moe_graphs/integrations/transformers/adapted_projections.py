@@ -84,8 +84,7 @@ def _one_op(kind: type[Any]) -> Any:
     @functools.wraps(forward)
     def multiplying(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active = _active(self)
-        left = args or kwargs or self.disable_adapters or self.merged or not active
-        if left:
+        if args or kwargs or self.disable_adapters or self.merged or not active:
             return forward(self, x, *args, **kwargs)
         base, reason = self.base_layer, _why_own(self)
         if reason is None and not _fits(x, base.weight):

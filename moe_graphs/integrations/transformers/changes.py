@@ -177,6 +177,19 @@ def change_class(modules: list[Any], kind: type[nn.Module]) -> Callable[[], None
     return undo
 
 
+def lists_of_layers(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """The lists of decoder layers of a transformers model, by their names."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    }
+
+
 def by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
     found: dict[type, list[nn.Module]] = {}
     for module in modules:

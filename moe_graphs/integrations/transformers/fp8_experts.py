@@ -54,8 +54,13 @@ def _why_not(experts: nn.Module) -> str | None:
     if wrappers_around(experts):
         return "LoRA beside them has products in the dtype of the weights"
     hidden_size, ffn_hidden_size = getattr(own, WEIGHTS[1]).shape[1:]
+    return why_no_blocks(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+
+
+def why_no_blocks(**sizes: int) -> str | None:
+    """The reason why sizes are no whole blocks of FP8, or None."""
     try:
-        check_sizes(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_sizes(**sizes)
     except ValueError as error:
         return str(error)
     return None

@@ -171,28 +171,29 @@ class SwappedMoE(MoEStages):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if is_decoding(hidden_states) and self._has_what_block_has():
-            return self._block[0](hidden_states)
+        block = self._block_of_now() if is_decoding(hidden_states) else None
+        if block is not None:
+            return block(hidden_states)
         return self.run_stages(MoEInput(hidden_states))
 
-    def _has_what_block_has(self) -> bool:
-        """Whether the block computes the same with the weights of now, which it gets here."""
+    def _block_of_now(self) -> Any:
+        """The block with the weights of now, or None if it would compute something else."""
         block, experts = self._block[0], self.experts
         if self.routing_pass is not None or (self.expert_load is not None and self.training):
-            return False
+            return None
         if type(experts) is not SwappedExperts or experts.packing is not None:
-            return False
+            return None
         if experts.precision != "weights" or any(hooks_of(experts)) or "forward" in vars(experts):
-            return False
+            return None
         others = (
             block._modules[n] is each for n, each in self._modules.items() if each is not experts
         )
         if experts._parameters.keys() != block.experts._parameters.keys() or not all(others):
-            return False
+            return None
         block.experts._parameters.update(experts._parameters)
         block._buffers.update(self._buffers)
         block.training = self.training
-        return True
+        return block
 
     def choose(self, hidden_TD: Tensor, given_TK: Tensor | None = None) -> Routing:
         name = jitter_of(self)
