@@ -12,11 +12,13 @@ import contextlib
 import functools
 import importlib
 import pkgutil
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter as tritons
@@ -50,6 +52,7 @@ def interpreter() -> Iterator[None]:
         builder = tritons.InterpreterBuilder
         stack.enter_context(mock.patch.object(builder, "create_fma", _product_and_sum))
         stack.enter_context(_with_rounding_to_fp8())
+        stack.enter_context(mock.patch.object(builder, "create_inline_asm", _permuted))
         # Triton 3.9 refuses the masks of integers that it makes of a comparison of scalars.
         for name in ("create_masked_load", "create_masked_store"):
             stack.enter_context(_with_masks_of_bools(name))
@@ -72,6 +75,22 @@ def _with_rounding_to_fp8() -> Any:
         return tritons.TensorHandle(codes.numpy(), to.scalar)
 
     return mock.patch.object(builder, "create_fp_to_fp", converted)
+
+
+def _permuted(_: Any, asm: str, constraints: str, values: Any, of: Any, *_more: Any) -> Any:
+    """Inline PTX that permutes the bytes of four arrays, four elements of each at a time."""
+    outputs = constraints.count("=")
+    registers = {  # of four bytes each
+        f"${outputs + i}": np.moveaxis(value.data.reshape(*value.data.shape[:-1], -1, 4), -1, 0)
+        for i, value in enumerate(values)
+    }
+    for to, first, second, chosen in re.findall(r"prmt.b32 (\S+), (\S+), (\S+), 0x(\w+);", asm):
+        both = np.concatenate((registers[first], registers[second]))
+        registers[to] = np.stack([both[int(digit, 16)] for digit in reversed(chosen)])
+    words = [np.moveaxis(registers[f"${i}"], 0, -1) for i in range(outputs)]
+    words = [np.ascontiguousarray(word).view(np.uint32)[..., 0] for word in words]
+    found = tritons.TensorHandle(np.stack(words, -1).reshape(values[0].data.shape), of[0].scalar)
+    return types.SimpleNamespace(get_result=lambda _: found)
 
 
 def _with_masks_of_bools(name: str) -> Any:

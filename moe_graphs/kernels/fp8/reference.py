@@ -57,8 +57,8 @@ def columns(codes_RK: Tensor, scales_GR: Tensor, offsets_E: Tensor) -> tuple[Ten
     """Codes of transposed rows ``[K, P]``, and scales ``[K / 128, P / 128]`` of 128x128 blocks.
 
     An expert's rows are filled up with zeros to a multiple of 128, and so are all of them to P. The
-    scales of rows are powers of two. That of a block is the largest of its rows' but those of
-    zeros, so a code is at most that of its row, and rounded only where it is too small for e4m3.
+    scales of rows are powers of two. That of a block is the largest of its rows', so a code is at
+    most that of its row, and rounded only where it is too small for e4m3.
     """
     (R, K), experts = codes_RK.shape, offsets_E.numel()
     P, start = padded_rows(R, experts), 0
@@ -68,8 +68,6 @@ def columns(codes_RK: Tensor, scales_GR: Tensor, offsets_E: Tensor) -> tuple[Ten
         row_codes_PK[own] = codes_RK[rows].float()
         row_scales_GP[:, own] = scales_GR[:, rows]
         start += -(-(rows.stop - rows.start) // BLOCK) * BLOCK
-    is_zero_PG = row_codes_PK.abs().view(P, K // BLOCK, BLOCK).amax(2) == 0
-    row_scales_GP.masked_fill_(is_zero_PG.t(), 0)
     of_rows = row_scales_GP.view(K // BLOCK, P // BLOCK, BLOCK)
     scales = of_rows.amax(2).clamp(min=SMALLEST)
     exponents = ((bits.view(torch.int32) >> 23) for bits in (of_rows, scales.unsqueeze(2)))

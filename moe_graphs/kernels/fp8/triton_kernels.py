@@ -45,13 +45,27 @@ from moe_graphs.kernels.routed_experts.triton_kernels import gradients_of_tile, 
 from moe_graphs.kernels.swiglu.triton_kernels import gate_and_up_at, gated
 
 BLOCK = tl.constexpr(128)
+WORDS = tl.constexpr(32)  # of four rows' codes each, in a column of a block
 LARGEST, TINY = tl.constexpr(LARGEST_OF_E4M3), tl.constexpr(TINY_BLOCK)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 ROWS = 16  # of a program's tile, one block wide
 ROWS_OF_BACKWARD = 8
-WARPS = 16  # for a block of 128x128
-COLUMNS_AT_ONCE = 4  # blocks of columns that a program turns, one after the other
+WARPS = 8  # for a block of 128x128 of a weight
+WARPS_OF_COLUMNS, AT_ONCE = 4, 4  # and blocks of columns that a program turns, one by one
 WIDEST = 2048  # numbers of a token that a program of four warps has in flight
+
+# Bytes 0 to 3 of $4 to $7, column by column.
+FOUR_BY_FOUR = tl.constexpr("""{
+    .reg .b32 low, low2, high, high2;
+    prmt.b32 low, $4, $5, 0x5140;
+    prmt.b32 low2, $6, $7, 0x5140;
+    prmt.b32 high, $4, $5, 0x7362;
+    prmt.b32 high2, $6, $7, 0x7362;
+    prmt.b32 $0, low, low2, 0x5410;
+    prmt.b32 $1, low, low2, 0x7632;
+    prmt.b32 $2, high, high2, 0x5410;
+    prmt.b32 $3, high, high2, 0x7632;
+}""")
 
 
 @triton.jit
@@ -77,13 +91,15 @@ def coded(x, POWERS: tl.constexpr):
 
 
 @triton.jit
-def turned(values):
-    """Codes of values in 16 bits, transposed.
+def in_words(first, second, third, fourth):
+    """Codes of four rows in words of 32 bits, the first row's lowest; four columns at a time.
 
-    The detour by fp32 lets the compiler move 16 bits, not 8, which takes no byte loads from shared
-    memory and half of the registers.
+    A transpose then moves words. To move bytes takes three times the instructions.
     """
-    return tl.trans(values.to(tl.float32).to(tl.float8e4nv))
+    codes = (first, second, third, fourth)
+    return tl.inline_asm_elementwise(
+        FOUR_BY_FOUR, "=&r,=&r,=&r,=&r,r,r,r,r", codes, dtype=tl.uint32, is_pure=True, pack=4
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -185,51 +201,77 @@ def exponent(x):
     return x.to(tl.int32, bitcast=True) >> 23
 
 
+@triton.jit
+def lowered(codes, scale, largest):
+    """Codes for a scale that is larger by a power of two, as bytes."""
+    smaller = exponent(scale) - exponent(largest)
+    smaller = (tl.maximum(smaller + 127, 0) << 23).to(tl.float32, bitcast=True)
+    values = codes.to(tl.float16) * smaller.to(tl.float16)[:, None]
+    return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["rows", "sources"])
 def fp8_columns_kernel(
     rows_ptr, row_scales_ptr, order_ptr, records_ptr, count_ptr, codes_ptr, scales_ptr,
     spread_ptr, spread_scales_ptr, columns, sources, rows, P,
-    K: tl.constexpr, SORTED: tl.constexpr, SPREAD: tl.constexpr,
+    K: tl.constexpr, SORTED: tl.constexpr, SPREAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """128 rows of one expert, some of the columns' blocks. Grid (parts, P / BLOCK).
+    """128 rows of one expert, AT_ONCE blocks of columns. Grid (P / BLOCK, parts of the columns).
 
-    A block's scale is the largest of its rows' but those of zeros, and codes become as many powers
-    of two smaller as their row's scale is.
+    A block's scale is the largest of its rows', and codes become as many powers of two smaller as
+    their row's scale is. Programs go through all rows before the next columns, so that the codes
+    of tokens that they read stay in L2.
     """
-    block = tl.program_id(1)
+    block = tl.program_id(0)
     if block < tl.load(count_ptr + COUNT_RECORDS):
         record = records_ptr + block * ROW_RECORD
         first = tl.load(record + ROW_START) + (block - tl.load(record + ROW_FIRST_TILE)) * BLOCK
-        line = tl.arange(0, BLOCK)
-        inside = line < tl.load(record + ROW_END) - first
-        row = first.to(tl.int64) + line
-        if SORTED:
+        end = tl.load(record + ROW_END)
+        word, lane = tl.arange(0, WORDS), tl.arange(0, BLOCK)
+        rows_of = ()  # type: Any
+        sources_of = ()  # type: Any
+        inside_of = ()  # type: Any
+        live_of = ()  # type: Any
+        for i in tl.static_range(4):
+            row = first.to(tl.int64) + word * 4 + i
+            inside = row < end
             source, live = row, inside
-        else:
-            pair = tl.load(order_ptr + row, mask=inside, other=-1)
-            source, live = (pair // K).to(tl.int64), pair >= 0
-        lane = tl.arange(0, BLOCK)
-        codes_ptr += block * BLOCK
-        for at in range(tl.program_id(0), columns // BLOCK, tl.num_programs(0)):
+            if not SORTED:
+                pair = tl.load(order_ptr + row, mask=inside, other=-1)
+                source, live = (pair // K).to(tl.int64), pair >= 0
+            rows_of += (row,)
+            sources_of += (source,)
+            inside_of += (inside,)
+            live_of += (live,)
+        words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32)) + block * WORDS
+        begin = tl.program_id(1) * AT_ONCE
+        for at in range(begin, tl.minimum(begin + AT_ONCE, columns // BLOCK)):
             column = at * BLOCK + lane[None, :]
-            here = rows_ptr + source[:, None] * columns + column
-            codes = tl.load(here, mask=live[:, None], other=0.0)
-            of_rows = row_scales_ptr + tl.cast(at, tl.int64) * sources
-            scale = tl.load(of_rows + source, mask=live, other=0.0)
+            codes_of = ()  # type: Any
+            scale_of = ()  # type: Any
+            largest = tl.zeros((WORDS,), tl.float32)
+            for i in tl.static_range(4):
+                here = rows_ptr + sources_of[i][:, None] * columns + column
+                codes_of += (tl.load(here, mask=live_of[i][:, None], other=0.0),)
+                here = row_scales_ptr + tl.cast(at, tl.int64) * sources + sources_of[i]
+                scale = tl.load(here, mask=live_of[i], other=0.0)
+                scale_of += (scale,)
+                largest = tl.maximum(largest, scale)
             if SPREAD:
-                to = spread_ptr + row[:, None] * columns + column
-                tl.store(to, codes, mask=inside[:, None])
-                to = spread_scales_ptr + tl.cast(at, tl.int64) * rows + row
-                tl.store(to, scale, mask=inside)
-            values = codes.to(tl.float16)
-            # Also holds the compiler to scale them as they lie, and to turn them afterwards.
-            scale = tl.where(tl.max(tl.abs(values), 1) > 0, scale, 0.0)
-            largest = tl.maximum(tl.max(scale, 0), SMALLEST)
-            smaller = exponent(scale) - exponent(largest)
-            smaller = (tl.maximum(smaller + 127, 0) << 23).to(tl.float32, bitcast=True)
-            values *= smaller.to(tl.float16)[:, None]
-            to = codes_ptr + (tl.cast(at, tl.int64) * BLOCK * P + lane[:, None] * P + lane[None, :])
-            tl.store(to, turned(values))
+                for i in tl.static_range(4):  # behind all loads, which would wait for stores
+                    to = spread_ptr + rows_of[i][:, None] * columns + column
+                    tl.store(to, codes_of[i], mask=inside_of[i][:, None])
+                    to = spread_scales_ptr + tl.cast(at, tl.int64) * rows + rows_of[i]
+                    tl.store(to, scale_of[i], mask=inside_of[i])
+            largest = tl.maximum(tl.max(largest, 0), SMALLEST)
+            words = in_words(
+                lowered(codes_of[0], scale_of[0], largest),
+                lowered(codes_of[1], scale_of[1], largest),
+                lowered(codes_of[2], scale_of[2], largest),
+                lowered(codes_of[3], scale_of[3], largest),
+            )
+            line = (tl.cast(at, tl.int64) * BLOCK + lane) * (P // 4)
+            tl.store(words_ptr + line[:, None] + word[None, :], tl.trans(words))
             tl.store(scales_ptr + at * (P // BLOCK) + block, largest)
 
 
@@ -241,17 +283,28 @@ def fp8_weights_kernel(
     """One block of one expert, as it lies, transposed, or both. Grid (N / BLOCK, M / BLOCK, E)."""
     e = tl.program_id(2).to(tl.int64)
     m, n = tl.program_id(1), tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    at = e * M * N + (m * BLOCK + lane)[:, None].to(tl.int64) * N + (n * BLOCK + lane)[None, :]
-    w = tl.load(w_ptr + at).to(tl.float32)
-    factor, scale = factor_and_scale(tl.max(tl.max(tl.abs(w), 1), 0), POWERS)
-    codes = (w * factor).to(tl.float8e4nv)
+    word, lane = tl.arange(0, WORDS), tl.arange(0, BLOCK)
+    at = e * M * N + (m * BLOCK + word * 4)[:, None].to(tl.int64) * N + n * BLOCK + lane[None, :]
+    w_of = ()  # type: Any
+    largest = tl.zeros((WORDS, BLOCK), tl.float32)
+    for i in tl.static_range(4):
+        w = tl.load(w_ptr + at + i * N).to(tl.float32)
+        w_of += (w,)
+        largest = tl.maximum(largest, tl.abs(w))
+    factor, scale = factor_and_scale(tl.max(tl.max(largest, 1), 0), POWERS)
+    codes_of = ()  # type: Any
+    for i in tl.static_range(4):
+        codes = (w_of[i] * factor).to(tl.float8e4nv)
+        if LYING:
+            tl.store(codes_ptr + at + i * N, codes)
+        codes_of += (codes.to(tl.uint8, bitcast=True),)
     if LYING:
-        tl.store(codes_ptr + at, codes)
         tl.store(scales_ptr + (e * (M // BLOCK) + m) * (N // BLOCK) + n, scale)
     if FLIPPED:
-        at = e * M * N + (n * BLOCK + lane)[:, None].to(tl.int64) * M + (m * BLOCK + lane)[None, :]
-        tl.store(flipped_ptr + at, turned(codes.to(tl.float16)))
+        words = in_words(codes_of[0], codes_of[1], codes_of[2], codes_of[3])
+        line = (e * N + n * BLOCK + lane)[:, None] * (M // 4)
+        to = flipped_ptr.to(tl.pointer_type(tl.uint32)) + line + (m * WORDS + word)[None, :]
+        tl.store(to, tl.trans(words))
         tl.store(flipped_scales_ptr + (e * (N // BLOCK) + n) * (M // BLOCK) + m, scale)
 
 
@@ -360,9 +413,9 @@ def columns(
     work, P = row_tiles(offsets_E, rows, BLOCK.value), made[0].shape[1]
     given = codes_XK, scales_GX, offsets_E if order_R is None else order_R
     args = (*given, work.records, work.count, *made, width, sources, rows, P)
-    kind = {"K": top_k, "SORTED": order_R is None, "SPREAD": spread}
-    grid = (cdiv(width // BLOCK.value, COLUMNS_AT_ONCE), P // BLOCK.value)
-    _launch(fp8_columns_kernel, grid, args, **kind, num_warps=WARPS)
+    kind = {"K": top_k, "SORTED": order_R is None, "SPREAD": spread, "AT_ONCE": AT_ONCE}
+    grid = (P // BLOCK.value, cdiv(width // BLOCK.value, AT_ONCE))
+    _launch(fp8_columns_kernel, grid, args, **kind, num_warps=WARPS_OF_COLUMNS)
 
 
 @define_op(device="default")
