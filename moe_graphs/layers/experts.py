@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moe_graphs import weight_codes
 from moe_graphs.kernels import RowOrder, routed_experts
+from moe_graphs.kernels.fp8 import PRECISIONS
 from moe_graphs.kernels.local_part import local_part
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.layers.expert_backends import ExpertsBackend
@@ -56,7 +57,7 @@ class GroupedExperts(ExpertsBackend):
             is_sorted=is_sorted,
             recompute=recompute,
             keep_codes=self.keeps_codes and (weight_codes.is_open() or not recompute),
-            weight_gradients=self.precision == "fp8",
+            **PRECISIONS[self.precision],
         )
 
     def matrices(self) -> dict[nn.Parameter, tuple[int, ...]]:

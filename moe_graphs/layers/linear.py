@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moe_graphs.kernels.fp8 import check_sizes
+from moe_graphs.kernels.fp8 import PRECISIONS, check_sizes
 from moe_graphs.kernels.fp8.linear import linear_fp8
 from moe_graphs.registry import PROJECTIONS
 
@@ -73,10 +73,10 @@ def torch_linear(
 
 
 class FP8Linear(nn.Linear):
-    """A projection whose products are in FP8 (``TransformerConfig.precision``).
+    """A projection whose products are in FP8.
 
     Attributes:
-        weight_gradients: whether those of the weight are, too.
+        precision: as in ``TransformerConfig``, but ``"weights"``.
     """
 
     def __init__(
@@ -84,18 +84,23 @@ class FP8Linear(nn.Linear):
         in_features: int,
         out_features: int,
         *,
-        weight_gradients: bool = True,
+        precision: str = "fp8",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_sizes(in_features=in_features, out_features=out_features)
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
-        self.weight_gradients = weight_gradients
+        self.precision = precision
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear_fp8(input, self.weight, weight_gradients=self.weight_gradients)
+        return linear_fp8(input, self.weight, **PRECISIONS[self.precision])
 
 
 # By the name of a precision, as places that `build_linear` takes.
-IN_FP8 = {"fp8": f"{__name__}:FP8Linear", "fp8_rows": f"{__name__}:fp8_rows_linear"}
-fp8_rows_linear = functools.partial(FP8Linear, weight_gradients=False)
+IN_FP8 = {
+    "fp8": f"{__name__}:FP8Linear",
+    "fp8_powers": f"{__name__}:fp8_powers_linear",
+    "fp8_rows": f"{__name__}:fp8_rows_linear",
+}
+fp8_powers_linear = functools.partial(FP8Linear, precision="fp8_powers")
+fp8_rows_linear = functools.partial(FP8Linear, precision="fp8_rows")

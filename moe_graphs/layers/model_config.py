@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from moe_graphs.layers.rope_scaling import Llama3Scaling, YarnScaling, check_positive
 from moe_graphs.registry import ATTENTIONS, EXPERTS, PROJECTIONS
 
-Precision = Literal["weights", "fp8", "fp8_rows"]
+Precision = Literal["weights", "fp8", "fp8_powers", "fp8_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class MoEConfig:
         precision: ``"fp8"`` computes the routed experts' products and all of their gradients in
             FP8, with a scale for each block of 128 numbers (128x128 of weights, and of what
             gradients of weights are made of), and sums in fp32, as DeepSeek-V3 trains.
+            ``"fp8_powers"`` has scales that are all powers of two, as UE8M0 stores them.
             ``"fp8_rows"`` computes gradients of weights in the tokens' dtype. Weights keep theirs;
             their codes, one byte a number, are kept from the forward to the backward, unless
             ``recompute`` is set. 128 has to divide ``hidden_size`` and ``ffn_hidden_size``, and a
@@ -178,8 +179,8 @@ class TransformerConfig:
             latent attention with ``latent``, else grouped-query attention.
         precision: ``"fp8"`` computes the products of attention's projections, dense layers and
             shared experts, and all their gradients, in blocks of FP8, as ``MoEConfig.precision``
-            does those of routed experts. ``"fp8_rows"`` computes gradients of weights in the
-            tokens' dtype. Both leave out the first layer, whose errors go through all others, and
+            does those of routed experts. ``"fp8_powers"`` and ``"fp8_rows"`` are those of
+            ``MoEConfig``. All leave out the first layer, whose errors go through all others, and
             the last one, whose errors go straight into the head; one precision per layer says
             otherwise. 128 has to divide the sizes of every such projection. Router, gates, norms,
             embedding and head stay as they are: they are small, or errors there reach every
@@ -331,7 +332,9 @@ def check_precision(precision: str) -> None:
         ValueError: it is unknown.
     """
     if precision not in get_args(Precision):
-        raise ValueError(f"precision {precision!r} is unknown: choose weights, fp8 or fp8_rows")
+        *others, last = get_args(Precision)
+        known = f"{', '.join(others)} or {last}"
+        raise ValueError(f"precision {precision!r} is unknown: choose {known}")
 
 
 def _not_negative(config: object, *names: str) -> None:

@@ -54,8 +54,9 @@ class ModelOptions:
     precision: str = option(
         "weights",
         "Precision of the routed experts' products: weights (that of the weights), fp8 (blocks of "
-        "128; on Hopper GPUs, and slowly on a CPU), or fp8_rows (without the gradients of "
-        "weights). --dense-precision has other layers.",
+        "128; on Hopper GPUs, and slowly on a CPU), fp8_powers (scales are powers "
+        "of two), or fp8_rows (without the gradients of weights). --dense-precision has other "
+        "layers.",
     )
     dense_precision: str = option(
         "weights",

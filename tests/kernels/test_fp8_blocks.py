@@ -262,7 +262,9 @@ def test_refusals():
         MoELayer(replace(MOE, ffn_hidden_size=64), D)
     with pytest.raises(ValueError, match="128 must divide hidden_size, got 200"):
         MoELayer(MOE, 200)
-    with pytest.raises(ValueError, match="precision 'fp4' is unknown: choose weights, fp8 or"):
+    with pytest.raises(
+        ValueError, match="precision 'fp4' is unknown: choose weights, fp8, fp8_powers or"
+    ):
         replace(MOE, precision="fp4")
     with pytest.raises(ValueError, match="precision='fp8' needs experts='moe_graphs', got"):
         replace(MOE, experts="transformer_engine")

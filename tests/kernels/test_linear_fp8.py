@@ -132,7 +132,7 @@ def test_projections_of_the_layers_between_are_in_fp8():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision", ["fp8", "fp8_rows"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_powers", "fp8_rows"])
 def test_graphs_are_bitwise_eager(device, precision):
     skip_unless_hopper(device)
     graphed = model(device, precision=precision)
@@ -167,7 +167,7 @@ def test_training_stays_close_to_training_without():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"precision": "fp4"}, "precision 'fp4' is unknown: choose weights, fp8 or fp8_rows"),
+        ({"precision": "fp4"}, "is unknown: choose weights, fp8, fp8_powers or fp8_rows"),
         ({"linear": "transformer_engine"}, "precision='fp8' needs linear='torch', got"),
         ({"precision": ("fp8", "fp4")}, "precision 'fp4' is unknown"),
         ({"precision": ("fp8",)}, r"must have one word per layer \(4\), got"),

@@ -93,7 +93,9 @@ def test_refusals():
     assert with_kernels(small, asked, CPU).model.moe.precision == "fp8"
     with pytest.raises(ValueError, match="128 must divide hidden_size, got 192"):
         with_kernels(tiny, asked, CPU)
-    with pytest.raises(ValueError, match="precision 'fp4' is unknown: choose weights, fp8 or"):
+    with pytest.raises(
+        ValueError, match="precision 'fp4' is unknown: choose weights, fp8, fp8_powers or"
+    ):
         with_kernels(small, ModelOptions(precision="fp4"), CPU)
     dense = replace(small, model=replace(small.model, moe=None, moe_layers="none"))
     with pytest.raises(ValueError, match="precision: 'fp8', but the model has no experts: drop"):

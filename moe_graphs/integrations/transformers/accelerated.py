@@ -142,7 +142,8 @@ def accelerate_model(
             training the model's ``logits`` are made only where somebody reads them, which ``print``
             of the result counts.
         precision: ``"fp8"`` computes the products of routed experts and all their gradients in FP8,
-            ``"fp8_rows"`` all but the gradients of weights, as ``MoEConfig`` says. Whole MoE blocks
+            ``"fp8_rows"`` all but the gradients of weights, and ``"fp8_powers"`` has scales that
+            are powers of two, as ``MoEConfig`` says. Whole MoE blocks
             on our stages take it, where 128 divides their sizes, without LoRA beside them and not
             in few bits; ``print`` of the result names what was left. Weights stay as they are.
         dense_precision: the same of linear layers within decoder layers: attention's projections,

@@ -13,7 +13,11 @@ from moe_graphs.integrations.transformers.swapped_block import SwappedExperts, S
 from moe_graphs.kernels.fp8 import check_sizes
 from moe_graphs.layers.model_config import Precision, check_precision
 
-_NOTES = {"fp8": "products and all gradients", "fp8_rows": "products and gradients of rows"}
+_NOTES = {
+    "fp8": "products and all gradients",
+    "fp8_powers": "products and all gradients, scales are powers of two",
+    "fp8_rows": "products and gradients of rows",
+}
 
 
 def experts_in_fp8(model: nn.Module, done: Changes, precision: Precision) -> None:

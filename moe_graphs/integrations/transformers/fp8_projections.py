@@ -13,6 +13,7 @@ from moe_graphs.integrations.transformers.changes import Changes, lists_of_layer
 from moe_graphs.integrations.transformers.decoding import theirs_in_decoding
 from moe_graphs.integrations.transformers.fp8_experts import why_no_blocks
 from moe_graphs.integrations.transformers.swapped_block import ROUTERS, SHARED_GATE
+from moe_graphs.kernels.fp8 import PRECISIONS
 from moe_graphs.kernels.fp8.linear import linear_fp8
 from moe_graphs.layers.model_config import Precision, check_precision
 
@@ -37,8 +38,8 @@ def projections_in_fp8(model: nn.Module, done: Changes, precision: Precision) ->
         why = "; ".join(reasons) or "no linear layer between two others"
         raise ValueError(f"dense_precision={precision!r} has no projection to take it: {why}")
     note = "projections in blocks of 128; those of the first and last layer, and the head, are not"
-    maker = _all_in_fp8 if precision == "fp8" else _rows_in_fp8
-    done.changed_unless("fp8", found, _why_not, maker, note, _LEFT)
+    maker = functools.partial(_in_fp8, precision=precision)
+    done.changed_unless("fp8", found, _why_not, theirs_in_decoding(maker), note, _LEFT)
 
 
 def _linear_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -59,16 +60,10 @@ def _why_not(linear: Any) -> str | None:
     return why_no_blocks(in_features=linear.in_features, out_features=linear.out_features)
 
 
-@theirs_in_decoding
-def _all_in_fp8(kind: type[Any]) -> Callable[..., Tensor]:
-    return functools.partial(_forward, weight_gradients=True)
+def _in_fp8(kind: type[Any], precision: str) -> Callable[..., Tensor]:
+    return functools.partial(_forward, precision=precision)
 
 
-@theirs_in_decoding
-def _rows_in_fp8(kind: type[Any]) -> Callable[..., Tensor]:
-    return functools.partial(_forward, weight_gradients=False)
-
-
-def _forward(self: Any, input: Tensor, *, weight_gradients: bool) -> Tensor:
-    rows = linear_fp8(input, self.weight, weight_gradients=weight_gradients)
+def _forward(self: Any, input: Tensor, *, precision: str) -> Tensor:
+    rows = linear_fp8(input, self.weight, **PRECISIONS[precision])
     return rows if self.bias is None else rows + self.bias

@@ -34,6 +34,7 @@ from moe_graphs.integrations.transformers.packing import (
 )
 from moe_graphs.kernels import RowOrder, route
 from moe_graphs.kernels.choose_experts.reference import pairs_per_expert
+from moe_graphs.kernels.fp8 import PRECISIONS
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from moe_graphs.kernels.routed_experts.lora import LoRA, routed_experts_with_lora
 from moe_graphs.layers import MoEConfig, Routing
@@ -105,8 +106,7 @@ class SwappedExperts(nn.Module):
                 assert isinstance(w2_EFD, Tensor)  # experts in few bits are left
                 return routed_experts_fp8(
                     tokens_TD, order, weights_TK, w1_ED2F, w2_EFD,
-                    is_sorted=is_sorted, keep_codes=self.keeps_codes,
-                    weight_gradients=self.precision == "fp8",
+                    is_sorted=is_sorted, keep_codes=self.keeps_codes, **PRECISIONS[self.precision],
                 )  # fmt: skip
             warnings.warn(LORA_IN_FP8, GraphWarning, stacklevel=2)
         given = tokens_TD, order, weights_TK, w1_ED2F, w2_EFD, *factors

@@ -14,7 +14,7 @@ blocks of a row, P rows of experts that each begin at a multiple of 128.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -28,6 +28,21 @@ from moe_graphs.kernels.ops import define_op
 from moe_graphs.kernels.permute import spread_rows
 from moe_graphs.kernels.routed_experts import weighted_swiglu_backward
 from moe_graphs.kernels.swiglu import NO_CLAMP, swiglu_forward
+
+
+class Options(TypedDict):
+    """Options of ``routed_experts_fp8`` and ``linear_fp8``."""
+
+    weight_gradients: bool
+    powers: bool
+
+
+# By the name of a layer's precision.
+PRECISIONS: dict[str, Options] = {
+    "fp8": {"weight_gradients": True, "powers": False},
+    "fp8_powers": {"weight_gradients": True, "powers": True},
+    "fp8_rows": {"weight_gradients": False, "powers": False},
+}
 
 
 class Rows(NamedTuple):

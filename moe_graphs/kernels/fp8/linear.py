@@ -28,7 +28,9 @@ from moe_graphs.kernels.fp8 import (
 from moe_graphs.kernels.ops import wants_gradient
 
 
-def linear_fp8(x: Tensor, weight_NK: Tensor, *, weight_gradients: bool = True) -> Tensor:
+def linear_fp8(
+    x: Tensor, weight_NK: Tensor, *, weight_gradients: bool = True, powers: bool = False
+) -> Tensor:
     """``x @ weight.T`` for any number of rows, with products in FP8.
 
     Under autocast ``x`` is cast; the weight is quantized from the dtype that it has.
@@ -36,6 +38,7 @@ def linear_fp8(x: Tensor, weight_NK: Tensor, *, weight_gradients: bool = True) -
     Args:
         weight_gradients: the weight's gradient is a product in FP8, too. Scales of rows are powers
             of two then. Otherwise ``x`` is kept in its dtype, which the gradient is computed in.
+        powers: all scales are powers of two. By default they are any numbers of fp32.
 
     Raises:
         ValueError: 128 does not divide K and N, or a GPU is not a Hopper GPU, or ``x`` is there in
@@ -49,22 +52,23 @@ def linear_fp8(x: Tensor, weight_NK: Tensor, *, weight_gradients: bool = True) -
     check_sizes(in_features=weight_NK.shape[1], out_features=weight_NK.shape[0])
     x_TK = x.reshape(-1, x.shape[-1])
     x_TK = rows_for_products(x_TK, rows=x_TK.shape[0], experts=1)
-    y_TN = _LinearInFP8.apply(x_TK, weight_NK, weight_gradients)
+    y_TN = _LinearInFP8.apply(x_TK, weight_NK, weight_gradients, powers)
     return y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 
 
 class _LinearInFP8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, weight_NK, weight_gradients):
-        ctx.in_fp8 = weight_gradients
+    def forward(ctx, x_TK, weight_NK, weight_gradients, powers):
+        ctx.in_fp8, ctx.powers = weight_gradients, powers
         # Ends of the rows of one group, as products of experts have them.
         end_1 = torch.full((1,), x_TK.shape[0], dtype=torch.int32, device=x_TK.device)
-        rows = quantized(x_TK, weight_gradients)
+        rows = quantized(x_TK, weight_gradients or powers)
         kept: tuple[Tensor | None, ...] = (None, None, None)
         if ctx.needs_input_grad[1]:
             kept = (*rows, None) if weight_gradients else (None, None, x_TK)
         ctx.save_for_backward(weight_NK, *kept, end_1)
-        return product(rows, quantized_weights(weight_NK.mT.unsqueeze(0)), end_1, x_TK.dtype)
+        weights = quantized_weights(weight_NK.mT.unsqueeze(0), powers)
+        return product(rows, weights, end_1, x_TK.dtype)
 
     @staticmethod
     @once_differentiable
@@ -72,13 +76,14 @@ class _LinearInFP8(torch.autograd.Function):
         weight_NK, codes, scales, x_TK, end_1 = ctx.saved_tensors
         dtype, grad_x, grad_weight = grad_TN.dtype, None, None
         wants_x, wants_weight = (wants_gradient(ctx, i) for i in range(2))
-        rows = quantized(grad_TN, ctx.in_fp8)
+        rows = quantized(grad_TN, ctx.in_fp8 or ctx.powers)
         if wants_x:
-            grad_x = product(rows, quantized_weights(weight_NK.unsqueeze(0)), end_1, dtype)
+            weights = quantized_weights(weight_NK.unsqueeze(0), ctx.powers)
+            grad_x = product(rows, weights, end_1, dtype)
         if wants_weight and ctx.in_fp8:
             columns = columns_of(rows, end_1), columns_of(Rows(codes, scales), end_1)
             given = *columns, end_1, grad_TN.shape[0], dtype
             grad_weight = gradient_of_weights(*given, transposed=False)[0].to(weight_NK.dtype)
         elif wants_weight:
             grad_weight = (grad_TN.t() @ x_TK).to(weight_NK.dtype)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None

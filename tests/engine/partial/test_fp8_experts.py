@@ -17,6 +17,7 @@ SPLIT = dict(scopes="moe", split_backward=True)
 CASES = {
     "local": (None, dict(scopes="attn,moe"), "none", "fp8"),
     "local, rows": (None, dict(scopes="attn,moe"), "none", "fp8_rows"),
+    "local, powers": (None, dict(scopes="attn,moe"), "none", "fp8_powers"),
     "local, split backward": (None, SPLIT, "none", "fp8"),
     "padded, recomputed": (PaddedDispatcher(1.0), dict(scopes="full"), "experts", "fp8"),
     "all_to_all": (
