@@ -48,6 +48,7 @@ BLOCK = tl.constexpr(128)
 WORDS = tl.constexpr(32)  # of four rows' codes each, in a column of a block
 LARGEST, TINY = tl.constexpr(LARGEST_OF_E4M3), tl.constexpr(TINY_BLOCK)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
+INFINITY = tl.constexpr(0x7F800000)  # its bits
 ROWS = 16  # of a program's tile, one block wide
 ROWS_OF_BACKWARD = 8
 WARPS = 8  # for a block of 128x128 of a weight
@@ -72,10 +73,11 @@ FOUR_BY_FOUR = tl.constexpr("""{
 def factor_and_scale(largest, POWERS: tl.constexpr):
     """`reference.factors`."""
     largest = tl.maximum(largest, TINY)
-    if POWERS:
-        bits = tl.math.div_rn(largest, LARGEST).to(tl.int32, bitcast=True)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        factor = tl.math.div_rn(1.0, scale)
+    if POWERS:  # without a division: 448 is 1.75 * 2^8, so what is above 1.75 is carried
+        bits = largest.to(tl.int32, bitcast=True)
+        power = ((bits + 0x1FFFFF) >> 23) - 8
+        scale = tl.where(bits < INFINITY, power << 23, INFINITY).to(tl.float32, bitcast=True)
+        factor = tl.where(bits < INFINITY, (254 - power) << 23, 0).to(tl.float32, bitcast=True)
     else:
         factor = tl.math.div_rn(1.0, largest) * LARGEST
         scale = tl.math.div_rn(1.0, factor)
@@ -210,6 +212,33 @@ def lowered(codes, scale, largest):
     return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
+@triton.jit
+def store_codes(codes_ptr, scales_ptr, coded_rows, row, inside, at, columns, rows):
+    """Codes and scales of a block of rows."""
+    column = at * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(codes_ptr + row[:, None] * columns + column, coded_rows[0], mask=inside[:, None])
+    tl.store(scales_ptr + tl.cast(at, tl.int64) * rows + row, coded_rows[1], mask=inside)
+
+
+@triton.jit
+def store_columns(codes_ptr, scales_ptr, coded_rows, block, at, P):
+    """Codes and the scale of a block's columns, from those of every fourth row from 0, 1, 2, 3."""
+    largest = tl.maximum(coded_rows[0][1], coded_rows[1][1])
+    largest = tl.maximum(largest, tl.maximum(coded_rows[2][1], coded_rows[3][1]))
+    largest = tl.maximum(tl.max(largest, 0), SMALLEST)
+    words = in_words(
+        lowered(coded_rows[0][0], coded_rows[0][1], largest),
+        lowered(coded_rows[1][0], coded_rows[1][1], largest),
+        lowered(coded_rows[2][0], coded_rows[2][1], largest),
+        lowered(coded_rows[3][0], coded_rows[3][1], largest),
+    )
+    line = (tl.cast(at, tl.int64) * BLOCK + tl.arange(0, BLOCK)) * (P // 4)
+    word = block * WORDS + tl.arange(0, WORDS)
+    to = codes_ptr.to(tl.pointer_type(tl.uint32)) + line[:, None] + word[None, :]
+    tl.store(to, tl.trans(words))
+    tl.store(scales_ptr + at * (P // BLOCK) + block, largest)
+
+
 @triton.jit(do_not_specialize=["rows", "sources"])
 def fp8_columns_kernel(
     rows_ptr, row_scales_ptr, order_ptr, records_ptr, count_ptr, codes_ptr, scales_ptr,
@@ -243,36 +272,22 @@ def fp8_columns_kernel(
             sources_of += (source,)
             inside_of += (inside,)
             live_of += (live,)
-        words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32)) + block * WORDS
         begin = tl.program_id(1) * AT_ONCE
         for at in range(begin, tl.minimum(begin + AT_ONCE, columns // BLOCK)):
             column = at * BLOCK + lane[None, :]
-            codes_of = ()  # type: Any
-            scale_of = ()  # type: Any
-            largest = tl.zeros((WORDS,), tl.float32)
+            coded_of = ()  # type: Any
             for i in tl.static_range(4):
                 here = rows_ptr + sources_of[i][:, None] * columns + column
-                codes_of += (tl.load(here, mask=live_of[i][:, None], other=0.0),)
+                codes = tl.load(here, mask=live_of[i][:, None], other=0.0)
                 here = row_scales_ptr + tl.cast(at, tl.int64) * sources + sources_of[i]
-                scale = tl.load(here, mask=live_of[i], other=0.0)
-                scale_of += (scale,)
-                largest = tl.maximum(largest, scale)
+                coded_of += ((codes, tl.load(here, mask=live_of[i], other=0.0)),)
             if SPREAD:
                 for i in tl.static_range(4):  # behind all loads, which would wait for stores
-                    to = spread_ptr + rows_of[i][:, None] * columns + column
-                    tl.store(to, codes_of[i], mask=inside_of[i][:, None])
-                    to = spread_scales_ptr + tl.cast(at, tl.int64) * rows + rows_of[i]
-                    tl.store(to, scale_of[i], mask=inside_of[i])
-            largest = tl.maximum(tl.max(largest, 0), SMALLEST)
-            words = in_words(
-                lowered(codes_of[0], scale_of[0], largest),
-                lowered(codes_of[1], scale_of[1], largest),
-                lowered(codes_of[2], scale_of[2], largest),
-                lowered(codes_of[3], scale_of[3], largest),
-            )
-            line = (tl.cast(at, tl.int64) * BLOCK + lane) * (P // 4)
-            tl.store(words_ptr + line[:, None] + word[None, :], tl.trans(words))
-            tl.store(scales_ptr + at * (P // BLOCK) + block, largest)
+                    store_codes(
+                        spread_ptr, spread_scales_ptr, coded_of[i], rows_of[i], inside_of[i], at,
+                        columns, rows,
+                    )  # fmt: skip
+            store_columns(codes_ptr, scales_ptr, coded_of, block, at, P)
 
 
 @triton.jit
