@@ -26,6 +26,7 @@ import os
 import random
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -174,7 +175,8 @@ def one_graph(size: Size, name: str) -> Contender:
     if name == CODES_KEPT:  # as microbatches behind the first have them
         block, context = unchanged_weights(), contextvars.copy_context()
         context.run(block.__enter__)
-        return OneGraph(name, layer, lambda x, _block=block: context.run(layer, x).hidden)
+        weakref.finalize(layer, context.run, block.__exit__, None, None, None)
+        return OneGraph(name, layer, lambda x: context.run(layer, x).hidden)
     return OneGraph(name, layer, lambda x: layer(x).hidden)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import model_flops
@@ -227,7 +228,7 @@ def _lora_table(runs: Mapping[str, Sequence[Line]]) -> str:
 def trl(lines: list[Line]) -> str:
     """TRL's trainers as they come, and with ``GraphCallback``."""
     rows, used = [], []
-    given = Select("trl_trainers", {"smoke": False}, gpu=H100).lines(lines)
+    given = Select("trl_trainers", {"smoke": False}).lines(lines)
     # A call may measure one contender only, as GRPO's generation takes long: pairs have a commit.
     found: dict[str, dict[str, dict[str, Line]]] = {}
     for line in sorted(given, key=lambda line: line["environment"]["date"]):
@@ -316,7 +317,7 @@ def fp8_experts(lines: list[Line]) -> str:
     kinds = ("", " in FP8", " in FP8 but gradients of weights", " in FP8, codes of weights at hand")
     contenders = [f"ours{kind}, one graph" for kind in kinds]
     sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
-    given = Select("moe_layer_fp8", gpu=H100).lines(lines)
+    given = Select("moe_layer_fp8").lines(lines)
     rows, used = [], []
     runs = _newest_runs(given, lambda line: ", ".join(f"{line[key]:,}" for key in sizes))
     by_rows = sorted(runs, key=lambda name: _rows_an_expert(runs[name][0]))
@@ -358,31 +359,36 @@ def fp8_projections(lines: list[Line]) -> str:
     return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
 
 
-IN_FP8 = {"fp8": f"{OUR_ADAMW}, FP8", "fp8_rows": f"{OUR_ADAMW}, FP8 but gradients of weights"}
+IN_FP8 = {
+    "fp8": f"{OUR_ADAMW}, FP8",
+    "fp8_rows": f"{OUR_ADAMW}, FP8 but gradients of weights",
+    "fp8_8_bits": f"{OUR_ADAMW}, FP8, 8-bit states",
+}
 
 
 def fp8_whole_steps(lines: list[Line]) -> str:
     """Whole steps with experts and all projections in FP8, beside bf16."""
     rows, used = [], []
-    for model, label in ROUTED.items():
-        for microbatches in (False, True):
-            given = [line for line in lines if line.accumulates is microbatches]
-            where = Select("full_iteration", {"model": model}, ("eager", IN_FP8["fp8"]), H100)
-            try:
-                run = where.run(given)
-            except LookupError:
+    for gpu, model, microbatches in product((H200, H100), ROUTED, (False, True)):
+        given = [line for line in lines if line.accumulates is microbatches]
+        where = Select("full_iteration", {"model": model}, ("eager", IN_FP8["fp8"]), gpu)
+        try:
+            run = where.run(given)
+        except LookupError:
+            continue
+        cells = [milliseconds(run["eager"])]
+        for name in (OUR_ADAMW, *IN_FP8.values()):
+            line = run.get(name)
+            if line is None:
+                cells.append("-")
                 continue
-            cells = [milliseconds(run["eager"])]
-            for name in (OUR_ADAMW, *IN_FP8.values()):
-                line = run.get(name)
-                if line is None:
-                    cells.append("-")
-                    continue
-                cells.append(f"{milliseconds(line)}, {times(line['speedup']['median'])}")
-                used.append(line)
-            rows.append([f"{label}{', four times' * microbatches}", *cells])
-            used.append(run["eager"])
-    header = "a training step | bf16, eager | whole step, bf16 | `fp8` | `fp8_rows`"
+            cells.append(f"{milliseconds(line)}, {times(line['speedup']['median'])}")
+            used.append(line)
+        label = f"{gpu.split()[1]}: {ROUTED[model]}{', four times' * microbatches}"
+        rows.append([label, *cells])
+        used.append(run["eager"])
+    header = "a training step | bf16, eager | whole step, bf16 | `fp8` | `fp8_rows` | "
+    header += "`fp8`, 8-bit states"
     note = (
         "Experts, and projections of all layers; our AdamW within the graph; x eager in bf16. "
         "Experts have 512 rows on average. Four microbatches share the codes of experts' weights "

@@ -108,6 +108,11 @@ def moe_layer(lines: Sequence[Line], gpu: str = H100) -> str:
     return "\n\n".join([first, table(header, rows), *_failures(used), f"{note} {sources(used)}"])
 
 
+def moe_layer_beside_liger(lines: Sequence[Line]) -> str:
+    """Liger-Kernel's layer beside ours, on an H200."""
+    return moe_layer(lines, H200)
+
+
 def _is_ours(name: str) -> bool:
     return name.startswith("ours")
 

@@ -41,7 +41,13 @@ from parallel_tables import (
     parallel_steps,
     shared_experts,
 )
-from peers_table import fp8_training, moe_layer, peers, peers_on_an_h100
+from peers_table import (
+    fp8_training,
+    moe_layer,
+    moe_layer_beside_liger,
+    peers,
+    peers_on_an_h100,
+)
 from result_lines import Line, Select, fastest_eager, link, load, sources
 from weak_scaling import weak_scaling
 
@@ -82,6 +88,8 @@ SELECTED: Mapping[str, Mapping[str, Select]] = {
         "12 small layers, 32 experts, 2,048 tokens": _hugging_face("hf_launch_bound"),
         "3 layers of 30B-A3B, 4,096 tokens": _hugging_face("hf_4k"),
         "3 layers of 30B-A3B, 16,384 tokens": _hugging_face("hf_16k"),
+        "3 layers of 30B-A3B, 4,096 tokens, experts chosen evenly": _hugging_face("hf_4k_even"),
+        "3 layers of 30B-A3B, 16,384 tokens, experts chosen evenly": _hugging_face("hf_16k_even"),
     },
     "partial_graphs": {
         "launch-bound: 12 layers, hidden 1024, 32 experts, top-4, 2,048 tokens": Select(
@@ -366,6 +374,7 @@ DOCUMENTS: Mapping[Path, Tables] = {
         shared_experts,
         grouped_gemm,
         moe_layer,
+        moe_layer_beside_liger,
         fp8_experts,
         fp8_projections,
         fp8_whole_steps,
