@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextvars
 import functools
+import gc
 import itertools
 import json
 import os
@@ -212,6 +213,7 @@ def skew(layer: MoELayer, x: Tensor, routing: str) -> float:
 
 
 def saved_bytes(contender: Contender, x: Tensor) -> int:
+    gc.collect()  # or memory of a contender before this one may be freed meanwhile
     before = torch.cuda.memory_allocated()
     out = contender.run(x)
     return torch.cuda.memory_allocated() - before - out.numel() * out.element_size()

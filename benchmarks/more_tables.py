@@ -344,6 +344,25 @@ def fp8_experts(lines: list[Line]) -> str:
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
 
+def deepgemm(lines: list[Line]) -> str:
+    """Products in FP8 beside DeepGEMM's, with the same codes."""
+    used, rows, ahead = Select("deepgemm").lines(lines), [], []
+    for line in used:
+        name = f"{line['model']}, {line['product']}"
+        ours, theirs = (line[side]["us"] for side in ("ours", "deepgemm"))
+        rates = [f"{line[side]['tflops']:,.0f}" for side in ("ours", "deepgemm")]
+        rows.append([name, f"{line['rows']:,}", *rates, times(theirs / ours)])
+        ahead += [times(ours / theirs)] if theirs < ours else []
+    first = f"DeepGEMM is ahead in {len(ahead)} of {len(rows)} products ({', '.join(ahead)})."
+    header = "a grouped product | rows | ours, TFLOP/s | DeepGEMM, TFLOP/s | ours over DeepGEMM"
+    note = (
+        "Same codes and scales; products of rows have the same bits. DeepGEMM wants experts' rows "
+        "to begin at multiples of 128, and adds gradients of weights into fp32, where ours are "
+        "written in bf16. Made by a script that is not part of this project."
+    )
+    return f"{first}\n\n{table(header, rows)}\n\n{note} {sources(used, commands=False)}"
+
+
 def fp8_projections(lines: list[Line]) -> str:
     """Forward and backward of projections in FP8, beside bf16."""
     given = Select("fp8_products", gpu=H100).lines(lines)

@@ -120,7 +120,7 @@ def _is_ours(name: str) -> bool:
 def _layer_cell(line: Line | None) -> str:
     if line is None or line.failed:
         return NOT_RUN
-    kept = f", {line['saved_mib']}" if line["saved_mib"] else ""
+    kept = f", {line['saved_mib']}" if (line["saved_mib"] or 0) > 0 else ""
     return f"{line['train_tflops']:.0f}{kept}"
 
 

@@ -7,9 +7,9 @@ import warnings
 from moe_graphs import portable_launches, weight_codes
 
 # Rows of an expert from which a layer's forward and backward in FP8 are faster than in bf16: to
-# quantize the weights takes as long for few rows as for many. Measured on H100s at c8229810 and
-# 721feae6 (2026-11-27), speed in bf16 = 1: 0.96 and 0.99 with 512 rows, 1.06 with 1,024, 1.27 to
-# 1.33 with 2,048; with codes of weights at hand 1.25, 1.20 and 1.38 to 1.48.
+# quantize the weights takes as long for few rows as for many. Measured on an H200 at 2b7c5f68
+# (2026-11-28), speed in bf16 = 1: 0.99 with 512 rows, 1.13 with 1,024, 1.33 to 1.36 with 2,048;
+# with codes of weights at hand 1.24, 1.22 and 1.41 to 1.46.
 PAYS_FROM = 768
 PAYS_WITH_CODES_FROM = 512
 _NAME = "FP8 with few rows an expert, where bf16 is faster"

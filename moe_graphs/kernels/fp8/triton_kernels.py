@@ -52,7 +52,7 @@ INFINITY = tl.constexpr(0x7F800000)  # its bits
 ROWS = 16  # of a program's tile, one block wide
 ROWS_OF_BACKWARD = 8
 WARPS = 8  # for a block of 128x128 of a weight
-WARPS_OF_COLUMNS, AT_ONCE = 4, 4  # and blocks of columns that a program turns, one by one
+WARPS_OF_COLUMNS, AT_ONCE = 4, 2  # and blocks of columns that a program turns, one by one
 WIDEST = 2048  # numbers of a token that a program of four warps has in flight
 
 # Bytes 0 to 3 of $4 to $7, column by column.
