@@ -16,7 +16,6 @@ Ring, producer and work list are those of sm90_rows. Scales come straight from m
 two steps ahead of their use, since each lies in another line.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +46,6 @@ from moe_graphs.kernels.gemm.tile_scheduler import COUNT_RECORDS, WorkList
 from moe_graphs.kernels.launching import Launch
 
 BLOCK = gl.constexpr(128)  # of K, and of output columns
-IN_REGISTERS = gl.constexpr(os.environ.get("FP8_IN_REGISTERS") == "1")  # draft, never run
 
 
 class Scales(NamedTuple):
@@ -103,8 +101,6 @@ def multiply_blocks(
         next_w2 = gl.load(w_scales2 + ahead)
         mbarrier.wait(barriers.full.index(slot), phase)
         x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(ME * HALF_M, HALF_M, 0)
-        if IN_REGISTERS:
-            x = x.load(gl.DotOperandLayout(0, layout, 4))
         w = ring.w.index(slot).reshape([KIND.BLOCK_N, KIND.BLOCK_K])
         w_left = w.slice(0, BLOCK, 0).permute((1, 0))
         part = _begin(x, w_left, part, barriers, turn, ME, KIND)
