@@ -11,7 +11,8 @@ number of steps (`--steps`). Each contender runs in a process of its own.
 GRPO generates in fp32 with a loop over experts, as TRL's defaults and transformers have it: 256
 tokens through 12 layers take more than 13 s a step on an H100. So its model has 4 layers, and
 completions have 64 tokens, for both contenders (`OF_GRPO`). `generation_ms` is the time of a step
-before its forward with gradients. A run in this process prints where the time of a step goes:
+before its forward with gradients. `--trainers grpo_static` lets transformers compile a step of
+generation, which takes a static cache. A run in this process prints where the time of a step goes:
 `--one grpo GraphCallback --steps 30 --profiled-step 26`.
 """
 
@@ -36,6 +37,8 @@ from fine_tuning import LAUNCH_BOUND, SMALL
 from own_process import in_own_process, leave
 
 TRAINERS = ("sft", "dpo", "grpo")
+STATIC = "_static"  # generation with `cache_implementation="static"`, which is compiled on GPUs
+KNOWN = (*TRAINERS, f"grpo{STATIC}")
 CONTENDERS = ("as it comes", "GraphCallback")
 BEHIND = 20  # steps before what is measured
 WORDS = 2000
@@ -119,6 +122,8 @@ def trainer_of(name: str, smoke: bool, steps: int, folder: str, callbacks: list[
     from peft import LoraConfig
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    cached = {"cache_implementation": "static"} if name.endswith(STATIC) else {}
+    name = name.removesuffix(STATIC)
     on_gpu, longest = torch.cuda.is_available(), 100 if smoke else 1000
     count = 8 * steps
     sizes = (SMALL if smoke else LAUNCH_BOUND) | {"vocab_size": WORDS + 2}
@@ -138,7 +143,7 @@ def trainer_of(name: str, smoke: bool, steps: int, folder: str, callbacks: list[
     kind = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO"}[name]
     given: dict[str, Any] = {"max_steps": steps, "logging_steps": 1}
     if name == "grpo":
-        given |= {"max_completion_length": of_grpo["max_completion_length"]}
+        given |= {"max_completion_length": of_grpo["max_completion_length"]} | cached
     options = getattr(trl, f"{kind}Config")(
         folder, use_cpu=not on_gpu, save_strategy="no", report_to="none", **given
     )
@@ -164,7 +169,8 @@ def measure(
     from moe_graphs.integrations.transformers import GraphCallback
 
     graphed = GraphCallback() if contender == "GraphCallback" else None
-    measured = Measured(graphed, name == "grpo", profiled_step)
+    generates = name.startswith("grpo")
+    measured = Measured(graphed, generates, profiled_step)
     callbacks = [measured] if graphed is None else [graphed, measured]
     with tempfile.TemporaryDirectory() as folder:
         trainer_of(name, smoke, steps, folder, callbacks).train()
@@ -175,7 +181,7 @@ def measure(
         "tokens_per_second": sum(tokens) / sum(seconds),
         "losses": measured.losses,
     }
-    if name == "grpo":
+    if generates:
         found["sizes"] = OF_SMALL_GRPO if smoke else OF_GRPO
         found["generation_ms"] = 1e3 * statistics.median(measured.generation[BEHIND:])
     if torch.cuda.is_available():
@@ -216,8 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 0
     names = options.trainers.split(",")
-    if set(names) - set(TRAINERS):
-        parser.error(f"--trainers: known are {', '.join(TRAINERS)}")
+    if set(names) - set(KNOWN):
+        parser.error(f"--trainers: known are {', '.join(KNOWN)}")
     if options.steps <= BEHIND:
         parser.error(f"--steps: more than {BEHIND}, the steps that do not count")
     contenders = options.contenders.split(",")

@@ -24,9 +24,10 @@ def test_both_contenders_leave_a_line(tmp_path):
 
 
 @pytest.mark.long
-def test_grpo_leaves_its_sizes_and_its_time_of_generation(tmp_path):
+@pytest.mark.parametrize("trainer", ["grpo", "grpo_static"])
+def test_grpo_leaves_its_sizes_and_its_time_of_generation(tmp_path, trainer):
     out = tmp_path / "lines.jsonl"
-    given = ["--smoke", "--trainers", "grpo", "--contenders", "GraphCallback", "--steps", "24"]
+    given = ["--smoke", "--trainers", trainer, "--contenders", "GraphCallback", "--steps", "24"]
     assert trl_trainers.main([*given, "--out", str(out), "--commit", "c"]) == 0
     line = json.loads(out.read_text())
     assert line["share"] >= 0.95
@@ -37,7 +38,7 @@ def test_grpo_leaves_its_sizes_and_its_time_of_generation(tmp_path):
 def test_unknown_trainers_are_an_error(capsys):
     with pytest.raises(SystemExit):
         trl_trainers.main(["--trainers", "ppo"])
-    assert "known are sft, dpo, grpo" in capsys.readouterr().err
+    assert "known are sft, dpo, grpo, grpo_static" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         trl_trainers.main(["--contenders", "graphs"])
     assert "known are as it comes, GraphCallback" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from moe_graphs import GraphWarning
 from moe_graphs.integrations.transformers import accelerate_model, causal_lm_loss
 
 pytest.importorskip("transformers", reason="needs the extra hf")
+from transformers import CompileConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_families import FAMILIES as ALL
@@ -230,3 +231,16 @@ def test_its_error_in_bf16_is_at_most_twice_that_of_before(family):
     # A token whose experts are nearly equal may get others in bf16: that is in both errors.
     before, now = errors
     assert now <= 2 * before
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_generation_that_transformers_compiles_is_compiled_whole_between_graphs(family):
+    """As on GPUs with a static cache; here on the CPU, without a compiler behind dynamo."""
+    torch._dynamo.reset()
+    model = tiny(family, implementation_of(family)).eval()
+    given = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="static")
+    expected = model.generate(tokens(), **given)
+    accelerate_model(model)
+    whole = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    whole._compile_all_devices = True
+    assert torch.equal(model.generate(tokens(), **given, compile_config=whole), expected)

@@ -564,13 +564,15 @@ class GraphedScope(Installed):
     def install(self, **attributes: Any) -> None:
         """Takes the place of the module's forward. ``attributes`` are set on the module as well."""
         super().install(**attributes)
-        # A model that is compiled around the scope breaks its graph here, and calls the scope.
+        # With gradients, a model that is compiled around the scope breaks its graph here.
         self._outside_of_compiler = torch.compiler.disable(
             self._call, reason=f"{self._name} has graphs of moe_graphs"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # dynamo traces this line, and must not trace the engine
+        if torch.compiler.is_compiling():  # dynamo traces this, and must not trace the engine
+            if not torch.is_grad_enabled():  # no graph serves such a call: compiled generation
+                return self.scope.call_as_traced(*args, **kwargs)
             return self._outside_of_compiler(*args, **kwargs)
         return self._call(*args, **kwargs)
 

@@ -72,6 +72,12 @@ class Scope:
         """The forward of the module's class as it is now, or ``function``."""
         return self.function or types.MethodType(type(self.module).forward, self.module)
 
+    def call_as_traced(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of ``forward`` for dynamo, which traces no method that is made of its parts."""
+        if self.function is not None:
+            return self.function(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
     def prologue(self, call: Call) -> Any:
         """The inputs of the captured part: the arguments, or the record that enters ``start``."""
         if self.start is None:

@@ -77,6 +77,17 @@ def test_a_compiled_model_replays_its_scopes_and_trains_as_eager_does(
     assert all(map(torch.equal, train(make), train(None)))
 
 
+def test_without_gradients_a_compiled_model_is_whole() -> None:
+    torch._dynamo.reset()
+    net, tokens = Net(), torch.randint(32, (2, 4))
+    expected, graphs = net(tokens), graph(net)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens), expected)
+    assert not any(scope.eager_calls for scope in graphs.report().scopes)
+    graphs.release()
+
+
 def test_fullgraph_is_refused_by_the_scope_name() -> None:
     torch._dynamo.reset()
     net = Net()
