@@ -235,7 +235,7 @@ def test_its_error_in_bf16_is_at_most_twice_that_of_before(family):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
 def test_generation_that_transformers_compiles_is_compiled_whole_between_graphs(family):
-    """On GPUs a static cache is enough; here dynamo has no compiler behind it, on the CPU."""
+    """A static cache is enough on GPUs; here dynamo has no compiler behind it."""
     torch._dynamo.reset()
     model = tiny(family, implementation_of(family)).eval()
     given = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="static")
