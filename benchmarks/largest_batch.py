@@ -92,8 +92,7 @@ def measure(kind: str, start: int, block: int, seconds: float, smoke: bool) -> d
             return False
         finally:
             gc.collect()
-            if not smoke:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         return True
 
     tokens = largest(fits, start, block)

@@ -240,8 +240,10 @@ def trl(lines: list[Line]) -> str:
         both = sorted(whole[-1].values(), key=lambda x: x["contender"]) if whole else ()
         for line in reversed(both):
             plain = both[-1]
+            kind, _, cache = trainer.partition("_")
+            label = f"`{kind.upper()}Trainer`{f', {cache} cache' if cache else ''}"
             rows.append([
-                f"`{trainer.upper()}Trainer`" if line is plain else "",
+                label if line is plain else "",
                 line["contender"] if line is plain else f"`{line['contender']}`",
                 f"{line['step_ms']:.0f} ms", f"{line['tokens_per_second']:,.0f}",
                 times(line["tokens_per_second"] / plain["tokens_per_second"]),

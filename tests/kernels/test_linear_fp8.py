@@ -167,7 +167,10 @@ def test_training_stays_close_to_training_without():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"precision": "fp4"}, "is unknown: choose weights, fp8, fp8_powers or fp8_rows"),
+        (
+            {"precision": "fp4"},
+            "precision 'fp4' is unknown: choose weights, fp8, fp8_powers or fp8_rows",
+        ),
         ({"linear": "transformer_engine"}, "precision='fp8' needs linear='torch', got"),
         ({"precision": ("fp8", "fp4")}, "precision 'fp4' is unknown"),
         ({"precision": ("fp8",)}, r"must have one word per layer \(4\), got"),

@@ -572,7 +572,7 @@ class GraphedScope(Installed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # dynamo traces this, and must not trace the engine
             if not torch.is_grad_enabled():  # no graph serves such a call: compiled generation
-                return self.scope.call_as_traced(*args, **kwargs)
+                return self.scope.forward(*args, **kwargs)
             return self._outside_of_compiler(*args, **kwargs)
         return self._call(*args, **kwargs)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,14 +68,8 @@ class Scope:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The forward of the module's class as it is now, or ``function``."""
-        return self.function or types.MethodType(type(self.module).forward, self.module)
-
-    def call_as_traced(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of ``forward`` for dynamo, which traces no method that is made of its parts."""
-        if self.function is not None:
-            return self.function(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        """The forward of the module's class as it is now, or ``function``; dynamo can trace it."""
+        return self.function or type(self.module).forward.__get__(self.module)
 
     def prologue(self, call: Call) -> Any:
         """The inputs of the captured part: the arguments, or the record that enters ``start``."""

@@ -143,9 +143,9 @@ def accelerate_model(
             of the result counts.
         precision: ``"fp8"`` computes the products of routed experts and all their gradients in FP8,
             ``"fp8_rows"`` all but the gradients of weights, and ``"fp8_powers"`` has scales that
-            are powers of two, as ``MoEConfig`` says. Whole MoE blocks
-            on our stages take it, where 128 divides their sizes, without LoRA beside them and not
-            in few bits; ``print`` of the result names what was left. Weights stay as they are.
+            are powers of two, as ``MoEConfig`` says. Whole MoE blocks on our stages take it, where
+            128 divides their sizes, without LoRA beside them and not in few bits; ``print`` of the
+            result names what was left. Weights stay as they are.
         dense_precision: the same of linear layers within decoder layers: attention's projections,
             dense layers and shared experts, without LoRA around them. The first and the last
             decoder layer, routers and the head are computed as before.

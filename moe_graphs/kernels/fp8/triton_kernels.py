@@ -104,6 +104,14 @@ def in_words(first, second, third, fourth):
     )
 
 
+@triton.jit
+def store_codes(codes_ptr, scales_ptr, coded_rows, row, inside, at, columns, rows):
+    """Codes and scales of a block of rows."""
+    column = at * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(codes_ptr + row[:, None] * columns + column, coded_rows[0], mask=inside[:, None])
+    tl.store(scales_ptr + tl.cast(at, tl.int64) * rows + row, coded_rows[1], mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def fp8_quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, rows, columns, POWERS: tl.constexpr, ROWS: tl.constexpr
@@ -111,9 +119,8 @@ def fp8_quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * columns + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     live = row < rows
-    codes, scale = coded(tl.load(x_ptr + at, mask=live[:, None], other=0.0), POWERS)
-    tl.store(codes_ptr + at, codes, mask=live[:, None])
-    tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * rows + row, scale, mask=live)
+    x = tl.load(x_ptr + at, mask=live[:, None], other=0.0)
+    store_codes(codes_ptr, scales_ptr, coded(x, POWERS), row, live, tl.program_id(1), columns, rows)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -149,9 +156,7 @@ def fp8_swiglu_kernel(
     gate = tl.load(x_ptr + gate_at, mask=live[:, None], other=0.0).to(tl.float32)
     up = tl.load(x_ptr + up_at, mask=live[:, None], other=0.0).to(tl.float32)
     h = gated(gate, up, 0.0, 0.0, 0.0, False).to(x_ptr.dtype.element_ty)
-    codes, scale = coded(h, POWERS)
-    tl.store(codes_ptr + row[:, None] * F + column, codes, mask=live[:, None])
-    tl.store(scales_ptr + tl.program_id(1).to(tl.int64) * rows + row, scale, mask=live)
+    store_codes(codes_ptr, scales_ptr, coded(h, POWERS), row, live, tl.program_id(1), F, rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -210,14 +215,6 @@ def lowered(codes, scale, largest):
     smaller = (tl.maximum(smaller + 127, 0) << 23).to(tl.float32, bitcast=True)
     values = codes.to(tl.float16) * smaller.to(tl.float16)[:, None]
     return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def store_codes(codes_ptr, scales_ptr, coded_rows, row, inside, at, columns, rows):
-    """Codes and scales of a block of rows."""
-    column = at * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(codes_ptr + row[:, None] * columns + column, coded_rows[0], mask=inside[:, None])
-    tl.store(scales_ptr + tl.cast(at, tl.int64) * rows + row, coded_rows[1], mask=inside)
 
 
 @triton.jit
