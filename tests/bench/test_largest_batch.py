@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from largest_batch import KINDS, largest, main
+from largest_batch import KINDS, _loss, largest, main
 
 
 @pytest.mark.parametrize("limit", [0, 7, 8, 9, 40, 41, 1000, 1007])
@@ -29,3 +31,16 @@ def test_a_line_for_each_kind(tmp_path):
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["contender"], line["tokens"]) for line in lines] == [(k, 24) for k in KINDS]
     assert all(line["error"] is None for line in lines)
+
+
+def test_a_model_that_returns_logits_alone_has_the_loss_of_whole_logits():
+    logits_BSV = torch.randn(2, 4, 8, requires_grad=True)
+    batch = torch.randint(8, (2, 4))
+
+    class LogitsAlone(torch.nn.Module):
+        def forward(self, tokens_BS):
+            return SimpleNamespace(logits_BSV=logits_BSV, aux_loss=torch.tensor(0.5))
+
+    loss = _loss(LogitsAlone(), batch)
+    expected = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), batch.flatten()) + 0.5
+    torch.testing.assert_close(loss, expected)
