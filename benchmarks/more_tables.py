@@ -256,12 +256,14 @@ def trl(lines: list[Line]) -> str:
         "Every option at its default, audits as well; Qwen3-MoE of 12 small layers with LoRA on "
         "attention, texts of up to 1,000 words; steps behind the 20th. Tokens leave out padding."
     )
-    for line in (line for line in used if line.get("sizes") and line.get("share")):
+    generating = [line for line in used if line.get("sizes") and line.get("share")]
+    if generating:
+        sizes = generating[0]["sizes"]
+        spans = " and ".join(f"{line['generation_ms']:,.0f}" for line in generating)
         note += (
-            f" GRPO has {len(line['losses'])} steps, "
-            f"{line['sizes']['num_hidden_layers']} layers and completions of "
-            f"{line['sizes']['max_completion_length']} tokens; generating them takes "
-            f"{line['generation_ms']:,.0f} ms of a step."
+            f" GRPO has {len(generating[0]['losses'])} steps, {sizes['num_hidden_layers']} layers "
+            f"and completions of {sizes['max_completion_length']} tokens; generating them takes "
+            f"{spans} ms of a step with graphs."
         )
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
