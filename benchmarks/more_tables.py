@@ -247,24 +247,26 @@ def trl(lines: list[Line]) -> str:
                 line["contender"] if line is plain else f"`{line['contender']}`",
                 f"{line['step_ms']:.0f} ms", f"{line['tokens_per_second']:,.0f}",
                 times(line["tokens_per_second"] / plain["tokens_per_second"]),
+                f"{line['generation_ms']:.0f} ms" if line.get("generation_ms") else "",
                 f"{100 * line['share']:.0f}%" if line.get("share") else "",
                 f"{line['max_allocated_bytes'] / 2**30:.1f} GiB",
             ])  # fmt: skip
             used.append(line)
-    header = "trainer | contender | step | tokens/s | x | replayed | allocated at most"
+    header = (
+        "trainer | contender | step | tokens/s | x | of a step, generation | replayed | "
+        "allocated at most"
+    )
     note = (
         "Every option at its default, audits as well; Qwen3-MoE of 12 small layers with LoRA on "
         "attention, texts of up to 1,000 words; steps behind the 20th. Tokens leave out padding."
     )
-    generating = [line for line in used if line.get("sizes") and line.get("share")]
-    if generating:
-        sizes = generating[0]["sizes"]
-        spans = " and ".join(f"{line['generation_ms']:,.0f}" for line in generating)
-        note += (
-            f" GRPO has {len(generating[0]['losses'])} steps, {sizes['num_hidden_layers']} layers "
-            f"and completions of {sizes['max_completion_length']} tokens; generating them takes "
-            f"{spans} ms of a step with graphs."
-        )
+    generated = dict.fromkeys(  # pairs of the same sizes share a sentence
+        f" GRPO has {len(line['losses'])} steps, {line['sizes']['num_hidden_layers']} layers and "
+        f"completions of {line['sizes']['max_completion_length']} tokens."
+        for line in used
+        if line.get("sizes")
+    )
+    note += "".join(generated)
     return f"{table(header, rows)}\n\n{note} {sources(used)}"
 
 
