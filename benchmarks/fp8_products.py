@@ -78,7 +78,7 @@ def tiles(columns: int, of_weights: bool = False) -> dict[str, Variant]:
     """A kernel's tiles by name."""
     v = weight_variant("fp8", 256, BF16) if of_weights else row_variant("fp8", 256)
     wide = replace(v, block_n=256, stages=4, pingpong=False)
-    found = {"128x128": replace(wide, block_n=128, stages=6)}
+    found = {"128x128": replace(wide, block_n=128, stages=5)}
     if columns > 128:
         found["128x256"] = wide
     return found | {f"{name}, by turns": replace(v, pingpong=True) for name, v in found.items()}

@@ -182,14 +182,18 @@ def test_rows_in_fp8(compiled, columns, pingpong, dtype):
     )
     (kernel,) = compiled(launch.run)
     check(kernel, wgmma=True)
-    # A consumer's K loop also carries scales of the next two steps, and the block's sum. Whose turn
-    # it is comes out of the loops where a step has two halves.
+    # A consumer's tile loop also carries the right half of the tile before and its place. The K loop
+    # carries the block's sum and the scale of its right half, the producer's the places of scales.
+    # Whose turn it is comes out of the loops where a step has two halves.
     halves = variant.block_n // 128
-    step = 5 + 2 * halves
-    carried = {(2, True): [7, 2, step, 8, 2, step], (1, True): [8, 3, step + 1] * 2}
-    assert kernel.carried == [*carried.get((halves, pingpong), [7, 2, step] * 2), 7, 2]
-    assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4
-    assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64
+    wide, narrow = [10, 2, 6], [6, 2, 4]
+    consumers = {
+        (2, True): [*wide, 11, 2, 6], (1, True): [7, 3, 5] * 2,
+        (2, False): wide * 2, (1, False): narrow * 2,
+    }[halves, pingpong]  # fmt: skip
+    assert kernel.carried == [*consumers, 7, 4]
+    assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4 * 2
+    assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64 * 2
 
 
 @pytest.mark.parametrize(
@@ -206,14 +210,12 @@ def test_weights_in_fp8(compiled, columns, pingpong, dtype):
     )
     (kernel,) = compiled(launch.run)
     check(kernel, wgmma=True)
-    print(kernel.carried, kernel.log, kernel.shared)
     # Tile loop: slot, phase, e, first, end. Steps are carried as those of rows are.
     halves = variant.block_n // 128
-    step = 5 + 2 * halves
-    carried = {(2, True): [5, step], (1, True): [6, step + 1]}.get((halves, pingpong), [5, step])
-    assert kernel.carried == [*carried * 2, 4, 2]
-    assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4
-    assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64
+    consumers = {(2, True): [9, 6, 10, 6], (1, True): [6, 5] * 2, (2, False): [9, 6] * 2}
+    assert kernel.carried == [*consumers[halves, pingpong], 4, 4]
+    assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4 * 2
+    assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64 * 2
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def row_variant(name: str, columns: int, gpu: Architecture = HOPPER) -> Variant:
     variants = (
         replace(cooperative, partial_sums=True, adds_beside=True),
         replace(pingpong, adds_beside=True),
-        Variant("fp8", "sm90_fp8", 128, n, 128, 4 if wide else 6, pingpong=wide),
+        Variant("fp8", "sm90_fp8", 128, n, 128, 4 if wide else 5, pingpong=wide),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8),
         pointer,
         replace(pointer, name="fp32", warps=8),
@@ -106,7 +106,7 @@ def weight_variant(
             "pingpong", "sm90_weights", 128, 128, 64, 5,
             pieces=pieces, buffers=buffers, pingpong=True, partial_sums=True,
         ),
-        Variant("fp8", "sm90_fp8_weights", 128, n, 128, 4 if wide else 6),
+        Variant("fp8", "sm90_fp8_weights", 128, n, 128, 4 if wide else 5, pingpong=wide),
         Variant("tma", "portable_tma", 128, n, 64, 3, warps=8, pieces=halves),
         Variant("pointer", "portable_pointer", 64, 128, 32, 3),
         Variant("fp32", "portable_pointer", 64, 128, 32, 3, warps=8),

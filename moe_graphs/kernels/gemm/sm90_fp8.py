@@ -12,8 +12,12 @@ begin products by turns, so that they do not promote at the same time. A tile of
 computed as two halves of 128, one after the other, so that one block's sum is alive beside the sums
 of the tile: 64 and 128 registers a thread.
 
-Ring, producer and work list are those of sm90_rows. Scales come straight from memory, those of rows
-two steps ahead of their use, since each lies in another line.
+Work list and barriers are those of sm90_rows. The producer copies the scales of a step into the
+ring beside its codes, by `cp.async`: TMA loads no numbers that begin at any of a row.
+Consumers that read the scales from memory themselves waited for them: 4 to 10 % of all time.
+
+A tile's left half is stored while the last product of its right half runs, and the right half while
+the first product of the next tile runs.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -37,11 +42,13 @@ from moe_graphs.kernels.gemm.sm90_common import (
     matrix_descriptor,
     next_slot,
     place,
+    ragged,
     ragged_descriptor,
     store_rows,
     tile_constants,
+    tma_load,
 )
-from moe_graphs.kernels.gemm.sm90_rows import Barriers, Kind, Ring, Work, produce, record_of
+from moe_graphs.kernels.gemm.sm90_rows import Barriers, Kind, Work, record_of
 from moe_graphs.kernels.gemm.tile_scheduler import COUNT_RECORDS, WorkList
 from moe_graphs.kernels.launching import Launch
 
@@ -57,97 +64,183 @@ class Scales(NamedTuple):
     blocks_n: Any
 
 
-@gluon.jit
-def _begin(x, w, part, barriers, turn, ME: gl.constexpr, KIND: gl.constexpr):
-    """Starts the product of a block, with PINGPONG behind the one of the other consumer."""
-    if KIND.PINGPONG:
-        mbarrier.wait(barriers.turn.index(ME), turn ^ (1 - ME))
-    part = warpgroup_mma(x, w, part, is_async=True, use_acc=False)
-    if KIND.PINGPONG:
-        mbarrier.arrive(barriers.turn.index(1 - ME), count=1)
-    return part
+class Ring(NamedTuple):
+    """Slots in shared memory for the codes of both operands and for their scales."""
+
+    x: Any
+    w: Any
+    x_scales: Any
+    w_scales: Any
 
 
 @gluon.jit
-def _promoted(total, part, x_scale, w_scale):
-    return total + part * (x_scale * w_scale)[:, None]
+def ring_of(x_desc, w_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for STAGES steps."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M, 1], plain)
+    w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 32, 1], plain)
+    return Ring(boxes_of(x_desc, STAGES), boxes_of(w_desc, STAGES), x_scales, w_scales)
 
 
 @gluon.jit
-def multiply_blocks(
-    ring, barriers, slot, phase, turn, x_scales, stride, w_scales, w_scales2, steps,
-    ME: gl.constexpr, HALF_M: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
-    """Half ME of a tile's rows times its columns: sums of the left and of the right 128 columns.
+def numbers(COUNT: gl.constexpr):
+    """0, 1, ... as a column, for the places of COUNT scales that one warp copies."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
+    return gl.arange(0, COUNT, layout=gl.SliceLayout(1, layout))[:, None]
 
-    With a tile of 128 columns the right ones are not computed.
+
+@gluon.jit
+def copy_scales(x_places, w_places, landed, ring, slot, HALVES: gl.constexpr):
+    """Starts copying the scales of a step; `landed` waits for them. Call it before `expect`.
+
+    `x_places` points to those of all rows, `w_places` to 32, of which HALVES are used.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
-    left = gl.zeros((HALF_M, BLOCK), gl.float32, layout)
-    right = gl.zeros((HALF_M, BLOCK), gl.float32, layout)
-    part = warpgroup_mma_init(gl.zeros((HALF_M, BLOCK), gl.float32, layout))
-    next_x = gl.load(x_scales)
-    later_x = gl.load(x_scales + (steps > 1).to(gl.int32) * stride)
-    next_w = gl.load(w_scales)
-    next_w2 = gl.load(w_scales2)
-    for step in range(steps):
-        scale = next_x
-        w_scale = next_w
-        w_scale2 = next_w2
-        next_x = later_x
-        later_x = gl.load(x_scales + gl.minimum(step + 2, steps - 1) * stride)
-        ahead = gl.minimum(step + 1, steps - 1)
-        next_w = gl.load(w_scales + ahead)
-        next_w2 = gl.load(w_scales2 + ahead)
-        mbarrier.wait(barriers.full.index(slot), phase)
-        x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(ME * HALF_M, HALF_M, 0)
-        w = ring.w.index(slot).reshape([KIND.BLOCK_N, KIND.BLOCK_K])
-        w_left = w.slice(0, BLOCK, 0).permute((1, 0))
-        part = _begin(x, w_left, part, barriers, turn, ME, KIND)
-        if KIND.PINGPONG:
-            turn = turn ^ 1
-        done = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-        if KIND.BLOCK_N > BLOCK:
-            left = _promoted(left, done, scale, w_scale)
-            # Nothing is in flight: this holds the compiler to add before the next product begins.
-            left = warpgroup_mma_wait(num_outstanding=0, deps=(left,))
-            w_right = w.slice(BLOCK, BLOCK, 0).permute((1, 0))
-            part = warpgroup_mma_init(done)
-            part = _begin(x, w_right, part, barriers, turn, ME, KIND)
-            if KIND.PINGPONG:
-                turn = turn ^ 1
-            done = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-            mbarrier.arrive(barriers.empty.index(slot), count=1)
-            right = _promoted(right, done, scale, w_scale2)
-        else:
-            mbarrier.arrive(barriers.empty.index(slot), count=1)
-            left = _promoted(left, done, scale, w_scale)
-        part = warpgroup_mma_init(done)
-        slot, phase = next_slot(slot, phase, KIND.STAGES)
-    return left, right, slot, phase, turn
+    async_copy.async_copy_global_to_shared(ring.x_scales.index(slot), x_places)
+    used = numbers(32) < HALVES
+    async_copy.async_copy_global_to_shared(ring.w_scales.index(slot), w_places, mask=used)
+    async_copy.mbarrier_arrive(landed)
 
 
 @gluon.jit
-def _consume(
-    out_desc, scales, work, ring, out_buffers, barriers, ME: gl.constexpr, KIND: gl.constexpr
-):
-    """Multiplies and stores half ME of the rows of every tile of this CTA."""
-    STAGES: gl.constexpr = KIND.STAGES
-    HALF_M: gl.constexpr = KIND.BLOCK_M // 2
+def _produce(x_desc, w_desc, scales, work, ring, barriers, KIND: gl.constexpr):
+    """Fills the ring with codes and scales of every step of every tile of this CTA."""
+    BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     HALVES: gl.constexpr = KIND.BLOCK_N // BLOCK
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
-    lane = gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
     slot = 0
-    phase = 0
-    turn = 0
+    phase = 1
     first_tile = gl.program_id(0)
     next_e, next_first, next_m, next_start, next_end = record_of(first_tile, work)
     for tile in range(first_tile, work.total, KIND.GRID):
         e = next_e
         end = next_end
         tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
-        row = next_start + tile_m * KIND.BLOCK_M + ME * HALF_M
+        row = next_start + tile_m * KIND.BLOCK_M
         next_e, next_first, next_m, next_start, next_end = record_of(tile + KIND.GRID, work)
+        above, below, at = ragged(row, end)
+        x_places = scales.x_ptr + gl.minimum(row + numbers(KIND.BLOCK_M), end - 1)
+        block_n = gl.minimum(tile_n * HALVES + numbers(32), scales.blocks_n - 1)
+        w_places = scales.w_ptr + (e.to(gl.int64) * scales.blocks_n + block_n) * work.steps
+        for step in range(work.steps):
+            mbarrier.wait(barriers.empty.index(slot), phase)
+            landed = barriers.full.index(slot)
+            copy_scales(x_places, w_places, landed, ring, slot, HALVES)
+            # The box is always counted in full: rows past the group's end arrive as zeros.
+            mbarrier.expect(landed, BYTES)
+            k = step * KIND.BLOCK_K
+            tma_load(x_desc, [above, below, at, k], landed, ring.x.index(slot))
+            tma_load(w_desc, [e, tile_n * KIND.BLOCK_N, k], landed, ring.w.index(slot))
+            x_places += scales.stride
+            w_places += 1
+            slot, phase = next_slot(slot, phase, KIND.STAGES)
+
+
+@gluon.jit
+def _begin(
+    part, ring, barriers, slot, turn, COLUMN: gl.constexpr, ME: gl.constexpr, KIND: gl.constexpr
+):
+    """Starts the product of a block, with PINGPONG behind the one of the other consumer.
+
+    It is half ME of a slot's rows times 128 of its columns, from COLUMN on.
+    """
+    HALF_M: gl.constexpr = KIND.BLOCK_M // 2
+    x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(ME * HALF_M, HALF_M, 0)
+    w = ring.w.index(slot).reshape([KIND.BLOCK_N, KIND.BLOCK_K]).slice(COLUMN, BLOCK, 0)
+    if KIND.PINGPONG:
+        mbarrier.wait(barriers.turn.index(ME), turn ^ (1 - ME))
+    part = warpgroup_mma(x, w.permute((1, 0)), part, is_async=True, use_acc=False)
+    if KIND.PINGPONG:
+        mbarrier.arrive(barriers.turn.index(1 - ME), count=1)
+        turn = turn ^ 1
+    return part, turn
+
+
+@gluon.jit
+def _begin_left(part, ring, barriers, slot, phase, turn, ME: gl.constexpr, KIND: gl.constexpr):
+    mbarrier.wait(barriers.full.index(slot), phase)
+    return _begin(part, ring, barriers, slot, turn, 0, ME, KIND)
+
+
+@gluon.jit
+def _add_left(left, part, ring, barriers, slot, turn, ME: gl.constexpr, KIND: gl.constexpr):
+    """Waits for the product of the left columns, adds it, and starts the one of the right ones.
+
+    Returns the scale of the right ones, too. A tile of 128 columns has left ones only.
+    """
+    HALF_M: gl.constexpr = KIND.BLOCK_M // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    x_scales = ring.x_scales.index(slot).slice(ME * HALF_M, HALF_M, 0).load(layout)
+    left_scale = x_scales * ring.w_scales.index(slot).slice(0, 1, 0).load(layout)
+    right_scale = x_scales * ring.w_scales.index(slot).slice(1, 1, 0).load(layout)
+    done = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+    left = left + done * left_scale
+    part = warpgroup_mma_init(done)
+    if KIND.BLOCK_N > BLOCK:
+        # Nothing is in flight: this holds the compiler to add before the next product begins.
+        left = warpgroup_mma_wait(num_outstanding=0, deps=(left,))
+        part, turn = _begin(part, ring, barriers, slot, turn, BLOCK, ME, KIND)
+    return left, part, right_scale, turn
+
+
+@gluon.jit
+def add_right(right, part, scale, ring, barriers, slot, phase, KIND: gl.constexpr):
+    """Waits for the product of the right columns and adds it; frees the slot."""
+    done = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+    mbarrier.arrive(barriers.empty.index(slot), count=1)
+    if KIND.BLOCK_N > BLOCK:
+        right = right + done * scale
+    slot, phase = next_slot(slot, phase, KIND.STAGES)
+    return right, warpgroup_mma_init(done), slot, phase
+
+
+@gluon.jit
+def begin_tile(ring, barriers, slot, phase, turn, ME: gl.constexpr, KIND: gl.constexpr):
+    """Starts the first product of a tile, for `multiply_blocks`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    part = warpgroup_mma_init(gl.zeros((KIND.BLOCK_M // 2, BLOCK), gl.float32, layout))
+    return _begin_left(part, ring, barriers, slot, phase, turn, ME, KIND)
+
+
+@gluon.jit
+def multiply_blocks(
+    part, ring, barriers, slot, phase, turn, steps, ME: gl.constexpr, KIND: gl.constexpr
+):
+    """Half ME of a tile's rows times its columns, in at least one step.
+
+    Returns the sums of the left and of the right 128 columns, and the last product of the right
+    ones, which is in flight, for `add_right`.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    left = gl.zeros((KIND.BLOCK_M // 2, BLOCK), gl.float32, layout)
+    right = gl.zeros((KIND.BLOCK_M // 2, BLOCK), gl.float32, layout)
+    left, part, scale, turn = _add_left(left, part, ring, barriers, slot, turn, ME, KIND)
+    for _step in range(steps - 1):
+        right, part, slot, phase = add_right(right, part, scale, ring, barriers, slot, phase, KIND)
+        part, turn = _begin_left(part, ring, barriers, slot, phase, turn, ME, KIND)
+        left, part, scale, turn = _add_left(left, part, ring, barriers, slot, turn, ME, KIND)
+    return left, right, part, scale, slot, phase, turn
+
+
+@gluon.jit
+def _consume(out_desc, work, ring, out_buffers, barriers, ME: gl.constexpr, KIND: gl.constexpr):
+    """Multiplies and stores half ME of the rows of every tile of this CTA."""
+    HALF_M: gl.constexpr = KIND.BLOCK_M // 2
+    HALVES: gl.constexpr = KIND.BLOCK_N // BLOCK
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    # The right half of the tile before, and where it belongs: a place that has no rows at first.
+    right = gl.zeros((HALF_M, BLOCK), gl.float32, layout)
+    right_row = 0
+    right_end = 0
+    right_column = 0
+    slot = 0
+    phase = 0
+    turn = 0
+    first_tile = gl.program_id(0)
+    _, next_first, next_m, next_start, next_end = record_of(first_tile, work)
+    for tile in range(first_tile, work.total, KIND.GRID):
+        end = next_end
+        tile_m, tile_n = place(tile - next_first * work.tiles_n, next_m, work.tiles_n)
+        row = next_start + tile_m * KIND.BLOCK_M + ME * HALF_M
+        _, next_first, next_m, next_start, next_end = record_of(tile + KIND.GRID, work)
         if row >= end:
             for _step in range(work.steps):
                 if KIND.PINGPONG:
@@ -157,21 +250,24 @@ def _consume(
                         turn = turn ^ 1
                 mbarrier.wait(barriers.full.index(slot), phase)
                 mbarrier.arrive(barriers.empty.index(slot), count=1)
-                slot, phase = next_slot(slot, phase, STAGES)
+                slot, phase = next_slot(slot, phase, KIND.STAGES)
         else:
-            x_scales = scales.x_ptr + gl.minimum(row + lane, end - 1)
-            block_n = tile_n * HALVES
-            right_n = gl.minimum(block_n + 1, scales.blocks_n - 1)
-            of_expert = scales.w_ptr + e.to(gl.int64) * scales.blocks_n * work.steps
-            left, right, slot, phase, turn = multiply_blocks(
-                ring, barriers, slot, phase, turn, x_scales, scales.stride,
-                of_expert + block_n * work.steps, of_expert + right_n * work.steps, work.steps,
-                ME, HALF_M, KIND,
-            )  # fmt: skip
-            store_rows(left, out_desc, out_buffers, ME, row, end, tile_n * KIND.BLOCK_N)
+            part, turn = begin_tile(ring, barriers, slot, phase, turn, ME, KIND)
             if HALVES > 1:
-                column = tile_n * KIND.BLOCK_N + BLOCK
-                store_rows(right, out_desc, out_buffers, ME, row, end, column)
+                store_rows(right, out_desc, out_buffers, ME, right_row, right_end, right_column)
+            left, right, part, scale, slot, phase, turn = multiply_blocks(
+                part, ring, barriers, slot, phase, turn, work.steps, ME, KIND
+            )
+            column = tile_n * KIND.BLOCK_N
+            store_rows(left, out_desc, out_buffers, ME, row, end, column)
+            right, part, slot, phase = add_right(
+                right, part, scale, ring, barriers, slot, phase, KIND
+            )
+            right_row = row
+            right_end = end
+            right_column = column + BLOCK
+    if HALVES > 1:
+        store_rows(right, out_desc, out_buffers, ME, right_row, right_end, right_column)
     tma.store_wait(pendings=0)
 
 
@@ -183,8 +279,7 @@ def fp8_rows_gluon_kernel(
 ):  # fmt: skip
     """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True, PINGPONG, False, 0, 0, GRID)
-    x_ring = boxes_of(x_desc, STAGES)
-    w_ring = boxes_of(w_desc, STAGES)
+    ring = ring_of(x_desc, w_desc, BLOCK_M, STAGES)
     out_buffers = boxes_of(out_desc, 2)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
@@ -194,14 +289,13 @@ def fp8_rows_gluon_kernel(
     total = gl.load(count_ptr + COUNT_RECORDS) * tiles_n
     steps = K // BLOCK_K
     work = Work(records_ptr, total, total, 0, steps, tiles_n, steps)
-    ring = Ring(x_ring, w_ring)
     barriers = Barriers(full, empty, turn)
     scales = Scales(x_scales_ptr, stride, w_scales_ptr, N // BLOCK)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, scales, work, ring, out_buffers, barriers, 0, KIND)),
-            (_consume, (out_desc, scales, work, ring, out_buffers, barriers, 1, KIND)),
-            (produce, (x_desc, w_desc, x_desc, w_desc, work, ring, barriers, KIND)),
+            (_consume, (out_desc, work, ring, out_buffers, barriers, 0, KIND)),
+            (_consume, (out_desc, work, ring, out_buffers, barriers, 1, KIND)),
+            (_produce, (x_desc, w_desc, scales, work, ring, barriers, KIND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

@@ -5,7 +5,8 @@
 WGMMA takes FP8 along the sum alone, so both operands are codes of transposed rows, `[columns, P]`:
 every expert's rows begin at a multiple of 128 and are filled up with zeros. A scale stands for 128
 rows of 128 columns, and m, n and r are numbers of such blocks. So the scale of a step is one number
-for each 128 columns of the tile, and a step is what it is for rows: `sm90_fp8.multiply_blocks`.
+for each 128 columns of the tile. The one of x is copied once for every row of the tile, so that a
+step is what it is for rows: `sm90_fp8.multiply_blocks`.
 
 Tiles and their order are those of sm90_weights, ring and turns those of sm90_fp8. An expert without
 rows has tiles of no steps, which come last.
@@ -31,8 +32,16 @@ from moe_graphs.kernels.gemm.sm90_common import (
     tile_of,
     tma_load,
 )
-from moe_graphs.kernels.gemm.sm90_fp8 import BLOCK, multiply_blocks
-from moe_graphs.kernels.gemm.sm90_rows import Barriers, Ring
+from moe_graphs.kernels.gemm.sm90_fp8 import (
+    BLOCK,
+    add_right,
+    begin_tile,
+    copy_scales,
+    multiply_blocks,
+    numbers,
+    ring_of,
+)
+from moe_graphs.kernels.gemm.sm90_rows import Barriers
 from moe_graphs.kernels.gemm.tile_scheduler import (
     COUNT_RECORDS,
     EXPERT_RECORD,
@@ -84,9 +93,10 @@ def _record(tile, work):
 
 
 @gluon.jit
-def _produce(x_desc, dy_desc, work, ring, barriers, KIND: gl.constexpr):
-    """Fills the ring with the operands of every step of every tile of this CTA."""
+def _produce(x_desc, dy_desc, scales, work, ring, barriers, KIND: gl.constexpr):
+    """Fills the ring with codes and scales of every step of every tile of this CTA."""
     BYTES: gl.constexpr = x_desc.block_type.nbytes + dy_desc.block_type.nbytes
+    HALVES: gl.constexpr = KIND.BLOCK_N // BLOCK
     GRID: gl.constexpr = KIND.GRID
     per_expert = work.tiles_m * work.tiles_n
     slot = 0
@@ -98,51 +108,75 @@ def _produce(x_desc, dy_desc, work, ring, barriers, KIND: gl.constexpr):
         tile_m, tile_n = place(tile_of(round, GRID) % per_expert, work.tiles_m, work.tiles_n)
         _, next_first, next_end = _record(tile_of(round + 1, GRID), work)
         steps = end - first
+        of_tile = scales.x_ptr + (tile_m * scales.stride + first)
+        x_places = of_tile + 0 * numbers(KIND.BLOCK_M)
+        block_n = gl.minimum(tile_n * HALVES + numbers(32), scales.blocks_n - 1)
+        dy_places = scales.dy_ptr + (block_n * scales.stride + first)
         for step in range(steps):
             at = (end - steps + step) * KIND.BLOCK_K
             mbarrier.wait(barriers.empty.index(slot), phase)
             landed = barriers.full.index(slot)
+            copy_scales(x_places, dy_places, landed, ring, slot, HALVES)
             mbarrier.expect(landed, BYTES)
             tma_load(x_desc, [0, tile_m * KIND.BLOCK_M, at], landed, ring.x.index(slot))
             tma_load(dy_desc, [0, tile_n * KIND.BLOCK_N, at], landed, ring.w.index(slot))
+            x_places += 1
+            dy_places += 1
             slot, phase = next_slot(slot, phase, KIND.STAGES)
 
 
 @gluon.jit
-def _consume(
-    dw_desc, scales, work, ring, dw_buffers, barriers, ME: gl.constexpr, KIND: gl.constexpr
-):
+def _consume(dw_desc, work, ring, dw_buffers, barriers, ME: gl.constexpr, KIND: gl.constexpr):
     """Multiplies and stores half ME of the rows of every tile of this CTA."""
     GRID: gl.constexpr = KIND.GRID
     HALF_M: gl.constexpr = KIND.BLOCK_M // 2
     HALVES: gl.constexpr = KIND.BLOCK_N // BLOCK
+    full = barriers.full
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
-    same = gl.zeros((HALF_M,), gl.int32, layout=gl.SliceLayout(1, layout))
     per_expert = work.tiles_m * work.tiles_n
+    # The right half of the tile before, and where it belongs: to no expert at first.
+    right = gl.zeros((HALF_M, BLOCK), gl.float32, layout)
+    right_e = -1
+    right_row = 0
+    right_column = 0
     slot = 0
     phase = 0
     turn = 0
     next_e, next_first, next_end = _record(tile_of(0, GRID), work)
     for round in range(work.rounds):
         e = next_e
-        first = next_first
         steps = next_end - next_first
         tile_m, tile_n = place(tile_of(round, GRID) % per_expert, work.tiles_m, work.tiles_n)
         next_e, next_first, next_end = _record(tile_of(round + 1, GRID), work)
-        block_n = tile_n * HALVES
-        right_n = gl.minimum(block_n + 1, scales.blocks_n - 1)
-        left, right, slot, phase, turn = multiply_blocks(
-            ring, barriers, slot, phase, turn,
-            scales.x_ptr + (tile_m * scales.stride + first + same), 1,
-            scales.dy_ptr + block_n * scales.stride + first,
-            scales.dy_ptr + right_n * scales.stride + first, steps, ME, HALF_M, KIND,
-        )  # fmt: skip
         row = tile_m * KIND.BLOCK_M + ME * HALF_M
         column = tile_n * KIND.BLOCK_N
-        store_weights(left, dw_desc, dw_buffers, barriers.full, ME, 1, 1, e, row, column, "")
-        if HALVES > 1:
-            column += BLOCK
-            store_weights(right, dw_desc, dw_buffers, barriers.full, ME, 1, 1, e, row, column, "")
+        if steps > 0:
+            part, turn = begin_tile(ring, barriers, slot, phase, turn, ME, KIND)
+            if HALVES > 1:
+                store_weights(
+                    right, dw_desc, dw_buffers, full, ME, 1, 1, right_e, right_row, right_column, ""
+                )
+            left, right, part, scale, slot, phase, turn = multiply_blocks(
+                part, ring, barriers, slot, phase, turn, steps, ME, KIND
+            )
+            store_weights(left, dw_desc, dw_buffers, full, ME, 1, 1, e, row, column, "")
+            right, part, slot, phase = add_right(
+                right, part, scale, ring, barriers, slot, phase, KIND
+            )
+        else:
+            if HALVES > 1:
+                store_weights(
+                    right, dw_desc, dw_buffers, full, ME, 1, 1, right_e, right_row, right_column, ""
+                )
+            right = gl.zeros((HALF_M, BLOCK), gl.float32, layout)
+            store_weights(right, dw_desc, dw_buffers, full, ME, 1, 1, e, row, column, "")
+        right_e = e
+        right_row = row
+        right_column = column + BLOCK
+    if HALVES > 1:
+        store_weights(
+            right, dw_desc, dw_buffers, full, ME, 1, 1, right_e, right_row, right_column, ""
+        )
     tma.store_wait(pendings=0)
 
 
@@ -154,8 +188,7 @@ def fp8_weights_gluon_kernel(
 ):  # fmt: skip
     """Persistent over records x M tiles x N tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PINGPONG, GRID)
-    x_ring = boxes_of(x_desc, STAGES)
-    dy_ring = boxes_of(dy_desc, STAGES)
+    ring = ring_of(x_desc, dy_desc, BLOCK_M, STAGES)
     dw_buffers = boxes_of(dw_desc, 2)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
@@ -165,14 +198,13 @@ def fp8_weights_gluon_kernel(
     tiles_n = gl.cdiv(N, BLOCK_N)
     total = gl.load(count_ptr + COUNT_RECORDS) * tiles_m * tiles_n
     work = Work(records_ptr, total, tiles_m, tiles_n, rounds_of(total, GRID))
-    ring = Ring(x_ring, dy_ring)
     barriers = Barriers(full, empty, turn)
     scales = Scales(x_scales_ptr, dy_scales_ptr, stride, N // BLOCK)
     gl.warp_specialize(
         [
-            (_consume, (dw_desc, scales, work, ring, dw_buffers, barriers, 0, KIND)),
-            (_consume, (dw_desc, scales, work, ring, dw_buffers, barriers, 1, KIND)),
-            (_produce, (x_desc, dy_desc, work, ring, barriers, KIND)),
+            (_consume, (dw_desc, work, ring, dw_buffers, barriers, 0, KIND)),
+            (_consume, (dw_desc, work, ring, dw_buffers, barriers, 1, KIND)),
+            (_produce, (x_desc, dy_desc, scales, work, ring, barriers, KIND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
