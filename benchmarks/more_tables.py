@@ -352,7 +352,9 @@ def fp8_experts(lines: list[Line]) -> str:
 
 def deepgemm(lines: list[Line]) -> str:
     """Products in FP8 beside DeepGEMM's, with the same codes."""
-    used, rows, ahead = Select("deepgemm").lines(lines), [], []
+    given = Select("deepgemm").lines(lines)
+    used = {(line["model"], line["product"]): line for line in given}.values()  # the newest ones
+    rows, ahead = [], []
     for line in used:
         name = f"{line['model']}, {line['product']}"
         ours, theirs = (line[side]["us"] for side in ("ours", "deepgemm"))

@@ -14,7 +14,7 @@ of the tile: 64 and 128 registers a thread.
 
 Work list and barriers are those of sm90_rows. The producer copies the scales of a step into the
 ring beside its codes, by `cp.async`: TMA loads no numbers that begin at any of a row.
-Consumers that read the scales from memory themselves waited for them: 4 to 10 % of all time.
+Consumers that read the scales from memory themselves would wait for them.
 
 A tile's left half is stored while the last product of its right half runs, and the right half while
 the first product of the next tile runs.

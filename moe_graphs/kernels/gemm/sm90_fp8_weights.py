@@ -134,8 +134,8 @@ def _consume(dw_desc, work, ring, dw_buffers, barriers, ME: gl.constexpr, KIND: 
     full = barriers.full
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     per_expert = work.tiles_m * work.tiles_n
-    # The right half of the tile before, and where it belongs: behind all experts at first, where TMA
-    # stores nothing. (Before all experts, at -1, it is an illegal instruction.)
+    # The right half of the tile before, and its place. The first place is behind all experts, where
+    # TMA stores nothing; a place before all experts (-1) is an illegal instruction.
     right = gl.zeros((HALF_M, BLOCK), gl.float32, layout)
     right_e = work.total
     right_row = 0
