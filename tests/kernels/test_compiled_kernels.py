@@ -183,8 +183,8 @@ def test_rows_in_fp8(compiled, columns, pingpong, dtype):
     (kernel,) = compiled(launch.run)
     check(kernel, wgmma=True)
     # A consumer's tile loop also carries the right half of the tile before and its place. The loop
-    # over K carries the block's sum and the scale of its right half; the producer's loop carries the
-    # places of scales. Steps with two halves change turns outside these loops.
+    # over K carries the block's sum and the scale of its right half, the producer's loop the places
+    # of scales. Steps with two halves change turns outside these loops.
     halves = variant.block_n // 128
     wide, narrow = [10, 2, 6], [6, 2, 4]
     consumers = {
