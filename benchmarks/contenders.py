@@ -146,7 +146,6 @@ class Contender:
         in_backward: whether that updates each weight within the backward, and frees its gradient.
         state_dtype: dtype of the optimizer's states, if it is not that of the parameters.
         precision: of experts and of the projections of all layers, as `MoEConfig` has it.
-        fp8_codes: whether our AdamW writes codes of experts' weights.
         audit_every: how often a call runs eagerly in place of its replay, to compare it.
     """
 
@@ -160,7 +159,6 @@ class Contender:
     in_backward: bool = False
     state_dtype: torch.dtype | None = None
     precision: Precision = "weights"
-    fp8_codes: bool = False
     audit_every: int | str | None = None
 
     @property
@@ -304,11 +302,7 @@ class LanguageRun(Run):
             config, make_dispatcher(dispatcher), device=device, dtype=setting.dtype
         )
         shape = (BATCHES, setting.batch_size, setting.config.max_sequence_length + 1)
-        options: dict[str, Any] = {}
-        if contender.state_dtype:
-            options["state_dtype"] = contender.state_dtype
-        if contender.fp8_codes:
-            options["fp8_codes"] = True
+        options = {"state_dtype": contender.state_dtype} if contender.state_dtype else {}
         rate = learning_rate(setting.routing)
         optimizer = adamw(model, contender.our_adamw, rate, **options)
         tokens = torch.randint(setting.config.vocab_size, shape, device=device)

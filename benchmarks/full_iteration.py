@@ -33,9 +33,6 @@ OF_8_BITS = replace(
     OUR_ADAMW, name="full iteration, our AdamW, 8-bit states", state_dtype=torch.uint8
 )
 IN_FP8 = replace(OUR_ADAMW, name="full iteration, our AdamW, FP8", precision="fp8")
-IN_FP8_WRITTEN = replace(
-    IN_FP8, name="full iteration, our AdamW, FP8, codes by AdamW", fp8_codes=True
-)
 IN_FP8_AND_8_BITS = replace(
     OF_8_BITS, name="full iteration, our AdamW, FP8, 8-bit states", precision="fp8"
 )
@@ -81,8 +78,7 @@ def settings() -> dict[str, Setting | DenoiserSetting]:
 def contenders(model: str, compiled: bool) -> list[Contender]:
     scopes = Contender(SCOPES[model], SCOPES[model])
     whole = [FULL, FULL_OPTIMIZER, OUR_ADAMW, *([OF_8_BITS] if "_bound" in model else [])]
-    fp8 = [IN_FP8, IN_FP8_WRITTEN, IN_FP8_ROWS, IN_FP8_AND_8_BITS]
-    fp8 = fp8 if model.startswith("gpu_bound") else []
+    fp8 = [IN_FP8, IN_FP8_ROWS, IN_FP8_AND_8_BITS] if model.startswith("gpu_bound") else []
     return [EAGER, scopes, *whole, *fp8, *([COMPILED] if compiled else [])]
 
 

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moe_graphs import weight_codes
 from moe_graphs.engine.fp8 import Fp8State
 from moe_graphs.engine.guards.introspection import (
     GONE,
@@ -111,7 +110,6 @@ class Snapshot:
     def put_back(self) -> None:
         """Puts everything back to what it was when the snapshot was taken."""
         with contextlib.ExitStack() as stack:
-            stack.callback(weight_codes.put_back, self.tensors)
             for undo in reversed(self._undo):
                 stack.callback(undo)
 

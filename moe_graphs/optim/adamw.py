@@ -15,14 +15,12 @@ from torch.optim.optimizer import ParamsT
 
 from moe_graphs.kernels.adamw.reference import adamw_update_reference
 from moe_graphs.kernels.availability import has_kernel
-from moe_graphs.kernels.local_part import local_part
 from moe_graphs.optim.averages import swapped_in
 from moe_graphs.optim.gradient_factor import multiply
 from moe_graphs.optim.loaded_states import noting_loaded, take_states
 from moe_graphs.optim.rounding_key import rounding_key
 from moe_graphs.optim.update_options import UpdateOptions
 from moe_graphs.optim.update_rows import Row, checked, columns_of, is_plain, row_of
-from moe_graphs.weight_codes import CodesOfWeights
 
 LARGE = 1 << 16  # Parameters with at least this many elements are worth a launch of our kernel.
 _UNSUPPORTED = {"amsgrad": False, "differentiable": False, "foreach": None}
@@ -78,14 +76,9 @@ class AdamW(torch.optim.AdamW):
             it becomes ``ema_decay * ema + (1 - ema_decay) * parameter``, starting with the result
             of the first step. If a loaded state has no ``ema``, the average starts from the
             parameter before the next step. See ``averaged``.
-        fp8_codes: write codes of experts' weights in FP8 (``precision="fp8"``) with each update, so
-            that forwards do not quantize them; two bytes for each number of these weights. Eager
-            forwards and whole steps (``FullIteration``) use them, graphs of scopes make their own.
-            Weights may be changed in place; changes through ``weight.data`` are not seen.
 
     Raises:
-        ValueError: an option that is not supported, also in a group or in a loaded state, or
-            ``fp8_codes`` with 8-bit states, whose update would take longer with codes. At a
+        ValueError: an option that is not supported, also in a group or in a loaded state. At a
             step, before any parameter has changed: a sparse or complex gradient, a state of another
             shape, or memory with gaps or in another order than that of the gradient or the state.
     """
@@ -93,7 +86,6 @@ class AdamW(torch.optim.AdamW):
     starts_from_zeros = True  # FullIteration reads it: a state of zeros means no step yet.
     takes_grad_factor = True  # DeviceStep reads it.
     _step_supports_amp_scaling = True  # A class attribute, since copies lose torch's own.
-    _codes: CodesOfWeights | None = None
 
     def __init__(
         self,
@@ -113,20 +105,12 @@ class AdamW(torch.optim.AdamW):
         stochastic_rounding: bool = False,
         seed: int = 0,
         ema_decay: float | None = None,
-        fp8_codes: bool = False,
     ) -> None:
         options = {"amsgrad": amsgrad, "foreach": foreach, "differentiable": differentiable}
         _check(options | {"fused": fused, "capturable": capturable, "betas": betas})
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed: {seed} must be from 0 to 2**64 - 1")
-        if fp8_codes and state_dtype == torch.uint8:
-            raise ValueError(
-                "fp8_codes: with state_dtype=torch.uint8 an update takes longer than to quantize "
-                "weights in forwards: leave one of them out"
-            )
         self.options = UpdateOptions(state_dtype, stochastic_rounding, ema_decay)
-        if fp8_codes:
-            self._codes = CodesOfWeights()
         # The seed is an option of groups, because torch saves and loads these.
         self._seed = {"seed": seed} if self.options.needs_random_bits else {}
         super().__init__(
@@ -136,12 +120,9 @@ class AdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check(param_group)
         super().add_param_group({**self._seed, **param_group, **_ALWAYS})
-        for parameter in self.param_groups[-1]["params"] if self._codes is not None else ():
-            self._codes.ask_for(local_part(parameter.detach()))
 
     def __getstate__(self) -> dict[str, Any]:
-        codes = {} if self._codes is None else {"fp8_codes": True}
-        return {**super().__getstate__(), "options": self.options, "_seed": self._seed, **codes}
+        return {**super().__getstate__(), "options": self.options, "_seed": self._seed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state and make it fused, also if a plain AdamW has saved it.
@@ -150,9 +131,6 @@ class AdamW(torch.optim.AdamW):
         """
         for group in state.get("param_groups", ()):
             _check({name: group[name] for name in ("amsgrad", "betas") if name in group})
-        if "fp8_codes" in state:  # of a copy
-            state = {name: value for name, value in state.items() if name != "fp8_codes"}
-            self._codes = CodesOfWeights()
         super().__setstate__(state)
         for group in self.param_groups:
             group |= {**self._seed, **{k: v for k, v in group.items() if k in self._seed}}
@@ -238,10 +216,7 @@ class AdamW(torch.optim.AdamW):
             has_key = needs_random_bits and (drawn or "exp_avg_code" in state)
             key = rounding_key(group["seed"], number, parameter) if has_key else None
             rows.append(row_of(parameter, gradient, state, key))
-        rows = checked(rows, may_be_default=options.is_default)
-        if self._codes is None:
-            return rows
-        return [row._replace(codes=self._codes.of_update(row.parameter)) for row in rows]
+        return checked(rows, may_be_default=options.is_default)
 
     def _first(self, group: dict[str, Any]) -> int:
         """Number of a group's first parameter among all parameters."""
@@ -252,16 +227,15 @@ class AdamW(torch.optim.AdamW):
         flags = ("found_inf", "grad_scale", "grad_factor")
         found_inf, grad_scale, grad_factor = (getattr(self, name, None) for name in flags)
         own = not self.options.is_default
-        ours: dict[tuple[Any, ...], list[Row]] = {}
+        ours: dict[tuple[torch.device, bool, bool], list[Row]] = {}
         by_torch: list[Row] = []
         kinds = _kinds(rows) if rows else []
         for kind in dict.fromkeys(kinds):
             alike = list(itertools.compress(rows, [each == kind for each in kinds]))
             row, served = alike[0], _is_served(alike[0], small=own)
-            codes = None if row.codes is None else row.codes.options
-            key = (row.parameter.device, served, bool(row.scales), codes)
+            key = (row.parameter.device, served, bool(row.scales))
             (ours.setdefault(key, []) if served or own else by_torch).extend(alike)
-        for (device, served, *_), of_device in ours.items():
+        for (device, served, _), of_device in ours.items():
             with torch.cuda.device_of(of_device[0].parameter):
                 given = [_moved(flag, device) for flag in (grad_scale, found_inf, grad_factor)]
                 _update_ours(of_device, served, group, self.options, *given)
@@ -284,12 +258,11 @@ class AdamW(torch.optim.AdamW):
 def _kinds(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
     """Properties of each row that decide which kernel updates it."""
     columns = columns_of(rows)
-    parameters, scales, codes = columns[0], *columns[-2:]
+    parameters, scales = columns[0], columns[-1]
     large = [n >= LARGE for n in map(Tensor.numel, parameters)]
     dtypes = (map(_dtype, of) for of in columns[:4])
     indices = (map(Tensor.get_device, of) for of in columns[:5])
-    options = [None if each is None else each.options for each in codes]
-    own = map(type, parameters), large, map(bool, scales), options, map(_device, parameters)
+    own = map(type, parameters), large, map(bool, scales), map(_device, parameters)
     return list(zip(*own, *dtypes, *indices, strict=True))
 
 
@@ -317,20 +290,11 @@ def _update_ours(
     grad_factor: Tensor | None,
 ) -> None:
     """Update ``rows``; steps count as in torch: up, and down again if the update is skipped."""
-    columns = columns_of(rows)
-    parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys, scales, codes = columns
-    more: list[Any] = [*zip(*scales, strict=True)] if scales[0] else [(), ()]
-    more.append(options.stochastic_rounding)
-    by_blocks = by_kernel and codes[0] is not None
-    if by_blocks:
-        from moe_graphs.kernels.adamw.fp8_codes import adamw_update_fp8 as update
-
-        more = [options.stochastic_rounding, *zip(*(each.tensors() for each in codes), strict=True)]
-        more += codes[0].options
-    elif by_kernel:
+    if by_kernel:
         from moe_graphs.kernels.adamw.triton_kernels import adamw_update as update
     else:
         update = adamw_update_reference
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps, emas, keys, scales = columns_of(rows)
     torch._foreach_add_(steps, 1)
     lr, (beta1, beta2) = group["lr"], group["betas"]
     at_hand = lr.device.type == "cpu" != steps[0].device.type if isinstance(lr, Tensor) else True
@@ -340,10 +304,9 @@ def _update_ours(
         beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
         grad_scale, found_inf, grad_factor,
         *(([], 0.0) if options.ema_decay is None else (emas, options.ema_decay)),
-        [] if None in keys else keys, *more,
+        [] if None in keys else keys, *(zip(*scales, strict=True) if scales[0] else ([], [])),
+        options.stochastic_rounding,
     )  # fmt: skip
-    for each in codes if by_blocks else ():
-        each.written()
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf] * len(steps))
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_graphs.kernels.adamw.state_codes import NUMBERS
 from moe_graphs.optim.update_options import STATES, code_names
-from moe_graphs.weight_codes import WrittenCodes
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _CODES, _SCALES = zip(*map(code_names, STATES), strict=True)
@@ -30,7 +29,6 @@ class Row(NamedTuple):
     ema: Tensor | None = None
     key: int | None = None  # key of stochastic rounding
     scales: tuple[Tensor, ...] = ()  # scales of exp_avg and exp_avg_sq, if these two are codes
-    codes: WrittenCodes | None = None  # codes of the parameter in FP8, which the update writes
 
 
 def columns_of(rows: Sequence[Row]) -> tuple[list[Any], ...]:
@@ -74,7 +72,7 @@ def _are_whole(rows: Sequence[Row]) -> bool:
     """Whether all rows are plain and contiguous, so that `_check_memory` would find nothing."""
     if not rows:
         return True
-    parameters, gradients, exp_avgs, exp_avg_sqs, _, emas, _, scales, _ = columns_of(rows)
+    parameters, gradients, exp_avgs, exp_avg_sqs, _, emas, _, scales = columns_of(rows)
     averages = [ema for ema in emas if ema is not None]
     alike = [parameters, exp_avgs, exp_avg_sqs, *([averages] if averages else [])]
     shapes, *others = (list(map(_shape, of)) for of in alike)

@@ -219,8 +219,7 @@ def _record(
     guards.check_followable()
     for trace in seen.traces:
         trace.check_others(guards.tensors)
-    codes = definition.written_codes()
-    tensors += [*before.others.tensors, *(t for each in codes for t in each.tensors())]
+    tensors += before.others.tensors
     versions = [tensor._version for tensor in tensors]
     # Memory that eager runs left in the allocator's cache would lie beside the graph's own pool.
     definition.backend.release()
@@ -254,7 +253,6 @@ def _record(
         written=written,
         modified=modified,
         entry=prepared.entry,
-        codes=codes,
         sharding=sharding if sharding.groups else None,
     )
 

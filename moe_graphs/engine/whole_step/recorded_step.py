@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from moe_graphs import weight_codes
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import CallAudit
 from moe_graphs.engine.backends.backend import Backend, Graph
@@ -40,8 +39,6 @@ from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import StaticGradients, gradients_of, keep_apart
 from moe_graphs.engine.whole_step.optimizers import FirstStepState, StepHooks
 from moe_graphs.errors import CaptureError
-from moe_graphs.kernels.local_part import local_part
-from moe_graphs.weight_codes import WrittenCodes
 
 # ---- what a graph is captured from: the step function, and what it works on
 
@@ -74,8 +71,7 @@ class StepDefinition:
         """
         parameters = list(self.parameters().values())
         before = gradients_of(parameters)
-        with weight_codes.made_apart(but_for_optimizers=True):
-            result = self.assigned.run(batch, self.step)
+        result = self.assigned.run(batch, self.step)
         self.sharding.reshard()
         keep_apart(parameters, before)
         return result
@@ -97,13 +93,6 @@ class StepDefinition:
         candidates = [self.optimizer, *self.state]
         candidates += [v for s in self.state if hasattr(s, "__dict__") for v in vars(s).values()]
         return list({id(c): c for c in candidates if isinstance(c, Optimizer)}.values())
-
-    def written_codes(self) -> list[WrittenCodes]:
-        """Codes in FP8 of the parameters that optimizers write, all of them up to date."""
-        found = weight_codes.written_codes(map(local_part, self.model.parameters()))
-        for each in found:
-            each.ready()
-        return found
 
     @contextlib.contextmanager
     def states_apart(self) -> Iterator[None]:
@@ -152,14 +141,12 @@ class StepDefinition:
         }
         if optimizer and self.optimizer is not None:
             everything["optimizer"] = self.optimizer
-        codes = [t for each in self.written_codes() for t in each.tensors()]
         return Guards(
             {"": self.model, "step": self.step, **(constants or {})},
             accessed,
             addresses,
             everything=everything,
-            tensors=fp8.tensors_of(self.model)
-            | {f"codes of weights, {i}": t for i, t in enumerate(codes)},
+            tensors=fp8.tensors_of(self.model),
             tensor_names={id(p): name for name, p in self.model.named_parameters()},
             assigned=self.assigned.compared(),
             in_step=True,
@@ -280,7 +267,6 @@ class RecordedStep:
         modified: the same, with running statistics, whose version eager does not count, either.
         context, grad_enabled: the state of torch that it was captured under.
         entry: the state of FP8 that it finds.
-        codes: codes of weights that it reads, and that its optimizers write.
         sharding: the settings of FSDP2, if it shards the model.
         hooks: hooks of the step; known from the end of the capture on.
         audit: what audits of the step compare with, or None.
@@ -300,7 +286,6 @@ class RecordedStep:
     written: list[Tensor]
     modified: list[Tensor]
     entry: fp8.Entry | None
-    codes: list[WrittenCodes]
     sharding: Sharding | None
     hooks: StepHooks | None = None
     audit: CallAudit | None = None
@@ -308,8 +293,6 @@ class RecordedStep:
     def mismatches(self, batch: Any, leaves: Sequence[Any], structure: Any) -> Iterator[Mismatch]:
         """The reasons why this call cannot be replayed. Does not wait for the device."""
         self.first_step_state.put_in()
-        for each in self.codes:
-            each.ready()
         if self.sharding is not None:
             self.sharding.reshard()
         if torch.is_grad_enabled() != self.grad_enabled:

@@ -26,7 +26,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -38,8 +38,8 @@ from moe_graphs.kernels.launching import cdiv, launch, next_power_of_2
 from moe_graphs.kernels.ops import define_op
 
 # A row of the table has F fields of 64 bits: how many numbers, the first span, addresses of step,
-# parameter, gradient and states, then if they exist those of the average, of codes of the parameter
-# and of the scales, and the key. Behind the F fields stand, in fp32: lr * decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t),
+# parameter, gradient and states, then if they exist those of the average and the scales, and the
+# key. Behind the F fields stand, in fp32: lr * decay, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t),
 # 1 - beta1, 1 - beta2, eps, scale, live, factor, t, 1 - the decay of the average.
 COEFFICIENTS = 6  # fields that the fp32 numbers take
 BLOCK, WARPS = 1024, 4  # 16 bytes of bf16 for a thread: the fastest of those tried on an H200
@@ -67,7 +67,7 @@ def _value(x):
 
 
 @triton.jit
-def pointer_at(address_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr = False):
+def _at(address_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr = False):
     """The pointer that lies at an address.
 
     Triton 3.6 forgets `multiple_of` if it is said of the number, before that is a pointer.
@@ -95,7 +95,7 @@ def adamw_coefficients_kernel(
     for first in range(0, spans, LANES):
         at = first + tl.arange(0, LANES)
         tl.store(of_spans + at, i, mask=at < spans)
-    step = tl.load(pointer_at(row + 2, tl.float32)).to(tl.float64)
+    step = tl.load(_at(row + 2, tl.float32)).to(tl.float64)
     lr = _value(lr)
     out = _coefficients(row, F)
     tl.store(out, (lr * weight_decay).to(tl.float32))
@@ -139,9 +139,9 @@ def _moved(p, g, m, v, c_ptr, NEAR: tl.constexpr):
 
 
 @triton.jit
-def _random(key, step, counters, MIXER: tl.constexpr, BLOCK: tl.constexpr):
-    """32 bits for each number of a block; a counter serves sixteen, and is their place / 16."""
-    c0 = counters.to(tl.int32)
+def _random(key, step, first, MIXER: tl.constexpr, BLOCK: tl.constexpr):
+    """32 bits for each number of a block that begins at `first`; a counter serves sixteen."""
+    c0 = (first // 16 + tl.arange(0, BLOCK // 16)).to(tl.int32)
     none = c0 * 0
     a, b, c, d = tl.philox(key, c0, none, none + step, none)
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(BLOCK // 4)
@@ -204,7 +204,7 @@ def encoded(x, bits, SIGNED: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def place(
+def _place(
     table_ptr, map_ptr, begin, ALIGNED: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -217,32 +217,31 @@ def place(
     return row, n, (block + (begin - tl.load(row + 1)) * SPAN) * BLOCK
 
 
-@triton.jit
-def update_numbers(
-    row, n, i, counters, at_scale,
+@triton.jit(do_not_specialize=["begin"])
+def adamw_kernel(
+    table_ptr, map_ptr, begin,
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, E: tl.constexpr,
     ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr,
     MULTIPLIED: tl.constexpr, STOCHASTIC: tl.constexpr, CODED: tl.constexpr,
     NEAR: tl.constexpr, NUMBERS: tl.constexpr, MIXER: tl.constexpr, F: tl.constexpr,
-    BLOCK: tl.constexpr,
+    W: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update the numbers `i` [BLOCK] of a tensor of `n`; `E` is None if there is no average.
-
-    `counters` [BLOCK / 16] and `at_scale` [BLOCK / NUMBERS] are the places of `i` divided.
-    """
-    p_ptr, g_ptr = pointer_at(row + 3, P, ALIGNED), pointer_at(row + 4, G, ALIGNED)
-    m_ptr, v_ptr = pointer_at(row + 5, M, ALIGNED), pointer_at(row + 6, V, ALIGNED)
+    """`begin`: the first span of this launch. `E` is None if there is no average."""
+    row, n, first = _place(table_ptr, map_ptr, begin, ALIGNED, W, SPAN, BLOCK)
+    p_ptr, g_ptr = _at(row + 3, P, ALIGNED), _at(row + 4, G, ALIGNED)
+    m_ptr, v_ptr = _at(row + 5, M, ALIGNED), _at(row + 6, V, ALIGNED)
     c_ptr = _coefficients(row, F)
+    if first >= n:  # the last span of a tensor
+        return
+    i = first + tl.arange(0, BLOCK)
     inside = i < n
     p = tl.load(p_ptr + i, mask=inside).to(tl.float32)
     g = tl.load(g_ptr + i, mask=inside).to(tl.float32)
     m = tl.load(m_ptr + i, mask=inside)
     v = tl.load(v_ptr + i, mask=inside)
+    at_scale = first // NUMBERS + tl.arange(0, BLOCK // NUMBERS)
     if CODED:
-        m_scale_ptr, v_scale_ptr = (
-            pointer_at(row + F - 3, tl.uint8),
-            pointer_at(row + F - 2, tl.uint8),
-        )
+        m_scale_ptr, v_scale_ptr = _at(row + F - 3, tl.uint8), _at(row + F - 2, tl.uint8)
         has_scale = at_scale < n // NUMBERS
         m_scale = tl.load(m_scale_ptr + at_scale, mask=has_scale, other=0)
         m = decoded(m, m_scale, True, NUMBERS, BLOCK)
@@ -261,9 +260,7 @@ def update_numbers(
     p, m, v = _moved(p, g, m, v, c_ptr, NEAR)
     of_p, of_v = i, i
     if STOCHASTIC or CODED:
-        of_p = _random(
-            tl.load(row + F - 1), tl.load(c_ptr + 9).to(tl.int32), counters, MIXER, BLOCK
-        )
+        of_p = _random(tl.load(row + F - 1), tl.load(c_ptr + 9).to(tl.int32), first, MIXER, BLOCK)
         of_v = of_p * MIXER
     new = _narrowed(p, of_p, p_ptr.dtype.element_ty, STOCHASTIC)
     tl.store(p_ptr + i, new, mask=written)
@@ -278,42 +275,10 @@ def update_numbers(
     tl.store(m_ptr + i, m, mask=written)
     tl.store(v_ptr + i, v, mask=written)
     if E is not None:
-        ema_ptr = pointer_at(row + 7, E, ALIGNED)
+        ema_ptr = _at(row + 7, E, ALIGNED)
         ema = tl.load(ema_ptr + i, mask=inside).to(tl.float32)
         ema = _lerp(ema, new.to(tl.float32), tl.load(c_ptr + 10), False)
         tl.store(ema_ptr + i, ema.to(ema_ptr.dtype.element_ty), mask=written)
-
-
-@triton.jit(do_not_specialize=["begin"])
-def adamw_kernel(
-    table_ptr, map_ptr, begin,
-    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, E: tl.constexpr,
-    ALIGNED: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr,
-    MULTIPLIED: tl.constexpr, STOCHASTIC: tl.constexpr, CODED: tl.constexpr,
-    NEAR: tl.constexpr, NUMBERS: tl.constexpr, MIXER: tl.constexpr, F: tl.constexpr,
-    W: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`begin`: the first span of this launch."""
-    row, n, first = place(table_ptr, map_ptr, begin, ALIGNED, W, SPAN, BLOCK)
-    if first >= n:  # the last span of a tensor
-        return
-    update_numbers(
-        row, n, first + tl.arange(0, BLOCK), first // 16 + tl.arange(0, BLOCK // 16),
-        first // NUMBERS + tl.arange(0, BLOCK // NUMBERS),
-        P, G, M, V, E, ALIGNED, MAXIMIZE, SCALED, MULTIPLIED, STOCHASTIC, CODED, NEAR, NUMBERS,
-        MIXER, F, BLOCK,
-    )  # fmt: skip
-
-
-class Table(NamedTuple):
-    """The table of all tensors that are not empty, room for the map, and the launches.
-
-    A launch has the constants of one kind of tensors, their first span and the end of their spans.
-    """
-
-    rows_NW: Tensor
-    map: Tensor
-    launches: list[tuple[dict[str, Any], int, int]]
 
 
 _WRITTEN = (
@@ -360,51 +325,30 @@ def adamw_update(
         scales = [exp_avg_scales, exp_avg_sq_scales]
         block = BLOCK * 2  # a tenth fewer instructions
     columns = [params, grads, exp_avgs, exp_avg_sqs, *([emas] if emas else [])]
-    table = tabulated(columns, steps, [], scales, keys, block)
-    numbers = (
-        lr, lr_tensor, beta1, beta2, eps, weight_decay, maximize, grad_scale, found_inf,
-        grad_factor, ema_decay, rounded,
-    )  # fmt: skip
-    launch_updates(adamw_kernel, table, numbers, block, CODED=bool(scales), num_warps=WARPS)
-    count_versions(params, exp_avgs, exp_avg_sqs, emas, *scales)
-
-
-def launch_updates(
-    kernel: Any, table: Table, numbers: tuple[Any, ...], block: int, **constants: Any
-) -> None:
-    """Launch `kernel` for each kind of tensors, behind the kernel of their coefficients.
-
-    `numbers` are those arguments of `adamw_update` that all tensors share, in its order.
-    """
-    if not table.launches:
+    table_NW, map_, launches = _table(columns, steps, scales, keys, block)
+    if not launches:
         return
-    (
-        lr, lr_tensor, beta1, beta2, eps, weight_decay, maximize, grad_scale, found_inf,
-        grad_factor, ema_decay, rounded,
-    ) = numbers  # fmt: skip
     rate = lr if lr_tensor is None else lr_tensor
-    shared = (1 - beta1, 1 - beta2, *map(_log, (beta1, beta2)), eps, weight_decay)
+    numbers = (1 - beta1, 1 - beta2, *map(_log, (beta1, beta2)), eps, weight_decay)
     scale = 1.0 if grad_scale is None else grad_scale
     found = 0.0 if found_inf is None else found_inf
     factor = 1.0 if grad_factor is None else grad_factor
-    args = (table.rows_NW, table.map, rate, *shared, scale, found, factor, 1 - ema_decay)
-    N, W = table.rows_NW.shape
+    args = (table_NW, map_, rate, *numbers, scale, found, factor, 1 - ema_decay)
+    N, W = table_NW.shape
     sizes = {"F": W - COEFFICIENTS, "W": W}
     spans = {"SPAN": SPAN * block, "LANES": 128, "num_warps": 1}
     launch(adamw_coefficients_kernel, (N,), args, **sizes, **spans)
-    constants = sizes | constants | {
+    constants = sizes | {
         "MAXIMIZE": maximize, "SCALED": grad_scale is not None,
-        "MULTIPLIED": grad_factor is not None, "STOCHASTIC": rounded,
+        "MULTIPLIED": grad_factor is not None, "STOCHASTIC": rounded, "CODED": bool(scales),
         "NEAR": min(beta1, beta2) > 0.5, "NUMBERS": NUMBERS, "MIXER": MIXER, "SPAN": SPAN,
-        "BLOCK": block,
+        "BLOCK": block, "num_warps": WARPS,
     }  # fmt: skip
-    for kind, begin, end in table.launches:
-        args = (table.rows_NW, table.map, begin)
-        launch(kernel, ((end - begin) * SPAN,), args, **kind, **constants)
-
-
-def count_versions(*written: Sequence[Tensor]) -> None:
-    """Count new versions, as torch asks for where memory is written past its operators."""
+    for kind, begin, end in launches:
+        args = (table_NW, map_, begin)
+        launch(adamw_kernel, ((end - begin) * SPAN,), args, **kind, **constants)
+    # torch's documentation asks for this where memory is written past its operators.
+    written = (params, exp_avgs, exp_avg_sqs, emas, *scales)
     torch.autograd.graph.increment_version(list(itertools.chain.from_iterable(written)))
 
 
@@ -417,24 +361,25 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
-def tabulated(
+def _table(
     columns: Sequence[Sequence[Tensor]],
     steps: Sequence[Tensor],
-    codes: Sequence[Sequence[Tensor]],
     scales: Sequence[Sequence[Tensor]],
     keys: Sequence[int],
     block: int,
-) -> Table:
-    """The table of an update. With `codes` a kind of tensors is also of one shape."""
+) -> tuple[Tensor, Tensor, list[tuple[dict[str, Any], int, int]]]:
+    """The table of all tensors that are not empty, room for the map, and the launches.
+
+    A launch has the constants of one kind of tensors, their first span and the end of their spans.
+    """
     sizes = list(map(Tensor.numel, columns[0]))
-    addresses = [list(map(Tensor.data_ptr, of)) for of in (steps, *columns, *codes, *scales)]
+    addresses = [list(map(Tensor.data_ptr, of)) for of in (steps, *columns, *scales)]
     odd: Iterable[int] = sizes
     for of_column in addresses[1 : 1 + len(columns)]:
         odd = map(operator.or_, odd, of_column)
     aligned = [bits % 16 == 0 for bits in odd]
     dtypes = (map(operator.attrgetter("dtype"), of) for of in columns)
-    shapes = [tuple(tensor.shape[-2:]) if codes else () for tensor in columns[0]]
-    kinds = list(zip(map(bool, sizes), aligned, shapes, *dtypes, strict=True))
+    kinds = list(zip(map(bool, sizes), aligned, *dtypes, strict=True))
     fields, span = [sizes, *addresses, *([keys] if keys else [])], 0
     numbers: list[int] = []
     launches: list[tuple[dict[str, Any], int, int]] = []
@@ -449,13 +394,12 @@ def tabulated(
         rows = zip([n + WIDE.value for n in ns], firsts, *of_kind, strict=False)
         numbers += itertools.chain.from_iterable(rows)
         constants = {"ALIGNED": kind[1], "E": None}
-        constants |= zip(("ROWS", "COLUMNS"), kind[2], strict=False)
-        constants |= zip("PGMVE", map(_triton_dtype, kind[3:]), strict=False)
+        constants |= zip("PGMVE", map(_triton_dtype, kind[2:]), strict=False)
         launches.append((constants, begin, end))
         span = end
     device = columns[0][0].device
     table_NW = _on_device(numbers, len(fields) + 1, device)
-    return Table(table_NW, torch.empty(span, dtype=torch.int32, device=device), launches)
+    return table_NW, torch.empty(span, dtype=torch.int32, device=device), launches
 
 
 def _on_device(numbers: list[int], F: int, device: torch.device) -> Tensor:

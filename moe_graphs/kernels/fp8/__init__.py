@@ -255,21 +255,20 @@ def quantized_weights(w_EKN: Tensor, powers: bool = False) -> Weights:
 def quantized_twice(w_EKN: Tensor, powers: bool = False) -> tuple[Weights, Weights]:
     """A weight in FP8, and its transpose, in one pass over it.
 
-    Within ``unchanged_weights()`` they are made once, and an optimizer may keep them.
+    Within ``unchanged_weights()`` they are made once.
     """
+    return weight_codes.once(w_EKN, lambda: _both(w_EKN, powers), powers)
+
+
+def _both(w_EKN: Tensor, powers: bool) -> tuple[Weights, Weights]:
     flip = w_EKN.is_contiguous()
-    lying, flipped = weight_codes.once(w_EKN if flip else w_EKN.mT, _both, powers)
-    return (flipped, lying) if flip else (lying, flipped)
-
-
-def _both(w_EMN: Tensor, powers: bool) -> tuple[Weights, Weights]:
-    """Codes as the weight lies, and transposed."""
-    w_EMN = w_EMN.contiguous()
+    w_EMN = w_EKN if flip else w_EKN.mT.contiguous()
     if has_kernel(w_EMN):
         from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 
-        return _pairs(fp8_triton.fp8_weights(w_EMN, True, True, powers))
-    return quantized_weights(w_EMN.mT, powers), quantized_weights(w_EMN, powers)
+        lying, flipped = _pairs(fp8_triton.fp8_weights(w_EMN, True, True, powers))
+        return (flipped, lying) if flip else (lying, flipped)
+    return quantized_weights(w_EKN, powers), quantized_weights(w_EKN.mT, powers)
 
 
 def _pairs(made: tuple[Tensor, ...]) -> tuple[Weights, Weights]:

@@ -288,11 +288,13 @@ def fp8_columns_kernel(
 
 
 @triton.jit
-def store_codes_of_block(
-    w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr, e, m, n, M, N,
+def fp8_weights_kernel(
+    w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr, M, N,
     LYING: tl.constexpr, FLIPPED: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the block in row `m` and column `n` of blocks of expert `e`."""
+    """One block of one expert, as it lies, transposed, or both. Grid (N / BLOCK, M / BLOCK, E)."""
+    e = tl.program_id(2).to(tl.int64)
+    m, n = tl.program_id(1), tl.program_id(0)
     word, lane = tl.arange(0, WORDS), tl.arange(0, BLOCK)
     at = e * M * N + (m * BLOCK + word * 4)[:, None].to(tl.int64) * N + n * BLOCK + lane[None, :]
     w_of = ()  # type: Any
@@ -316,19 +318,6 @@ def store_codes_of_block(
         to = flipped_ptr.to(tl.pointer_type(tl.uint32)) + line + (m * WORDS + word)[None, :]
         tl.store(to, tl.trans(words))
         tl.store(flipped_scales_ptr + (e * (N // BLOCK) + n) * (M // BLOCK) + m, scale)
-
-
-@triton.jit
-def fp8_weights_kernel(
-    w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr, M, N,
-    LYING: tl.constexpr, FLIPPED: tl.constexpr, POWERS: tl.constexpr,
-):  # fmt: skip
-    """One block of one expert, as it lies, transposed, or both. Grid (N / BLOCK, M / BLOCK, E)."""
-    store_codes_of_block(
-        w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr,
-        tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0), M, N,
-        LYING, FLIPPED, POWERS,
-    )  # fmt: skip
 
 
 @define_op(device="default")
