@@ -50,7 +50,7 @@ def linear_fp8(
             f"and {tuple(x.shape)}"
         )
     check_sizes(in_features=weight_NK.shape[1], out_features=weight_NK.shape[0])
-    x_TK = x.reshape(-1, x.shape[-1])
+    x_TK = x.reshape(-1, x.shape[-1]).contiguous()  # products of other layouts have other bits
     x_TK = rows_for_products(x_TK, rows=x_TK.shape[0], experts=1)
     y_TN = _LinearInFP8.apply(x_TK, weight_NK, weight_gradients, powers)
     return y_TN.view(*x.shape[:-1], weight_NK.shape[0])
