@@ -50,7 +50,7 @@ def linear_fp8(
             f"and {tuple(x.shape)}"
         )
     check_sizes(in_features=weight_NK.shape[1], out_features=weight_NK.shape[0])
-    x_TK = x.reshape(-1, x.shape[-1]).contiguous()  # products of other layouts have other bits
+    x_TK = x.reshape(-1, x.shape[-1])
     x_TK = rows_for_products(x_TK, rows=x_TK.shape[0], experts=1)
     y_TN = _LinearInFP8.apply(x_TK, weight_NK, weight_gradients, powers)
     return y_TN.view(*x.shape[:-1], weight_NK.shape[0])
@@ -60,6 +60,7 @@ class _LinearInFP8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TK, weight_NK, weight_gradients, powers):
         ctx.in_fp8, ctx.powers = weight_gradients, powers
+        x_TK = x_TK.contiguous()  # products of rows that lie otherwise may have other bits
         # Ends of the rows of one group, as products of experts have them.
         end_1 = torch.full((1,), x_TK.shape[0], dtype=torch.int32, device=x_TK.device)
         rows = quantized(x_TK, weight_gradients or powers)
@@ -74,6 +75,7 @@ class _LinearInFP8(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_TN):
         weight_NK, codes, scales, x_TK, end_1 = ctx.saved_tensors
+        grad_TN = grad_TN.contiguous()
         dtype, grad_x, grad_weight = grad_TN.dtype, None, None
         wants_x, wants_weight = (wants_gradient(ctx, i) for i in range(2))
         rows = quantized(grad_TN, ctx.in_fp8 or ctx.powers)
