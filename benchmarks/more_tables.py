@@ -353,10 +353,10 @@ def fp8_experts(lines: list[Line]) -> str:
 def deepgemm(lines: list[Line]) -> str:
     """Products in FP8 beside DeepGEMM's, with the same codes."""
     given = Select("deepgemm").lines(lines)
-    used = {(line["model"], line["product"]): line for line in given}.values()  # the newest ones
+    newest = {(line["model"], line["product"]): line for line in given}
     rows, ahead = [], []
-    for line in used:
-        name = f"{line['model']}, {line['product']}"
+    for key, line in newest.items():
+        name = ", ".join(key)
         ours, theirs = (line[side]["us"] for side in ("ours", "deepgemm"))
         rates = [f"{line[side]['tflops']:,.0f}" for side in ("ours", "deepgemm")]
         rows.append([name, f"{line['rows']:,}", *rates, times(theirs / ours)])
@@ -368,7 +368,7 @@ def deepgemm(lines: list[Line]) -> str:
         "to begin at multiples of 128, and adds gradients of weights into fp32, where ours are "
         "written in bf16. Made by a script that is not part of this project."
     )
-    return f"{first}\n\n{table(header, rows)}\n\n{note} {sources(used, commands=False)}"
+    return f"{first}\n\n{table(header, rows)}\n\n{note} {sources(newest.values(), commands=False)}"
 
 
 def fp8_projections(lines: list[Line]) -> str:

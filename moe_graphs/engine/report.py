@@ -103,7 +103,7 @@ class Report(PrintedReport):
         occupancy: ``occupancy_of`` the model.
         portable_launches: kernel and architecture -> launches in this process on a GPU for which
             the kernels have no tuned row (``docs/development/architectures.md``); also forwards
-            of layers in FP8 with so few rows that bf16 is faster.
+            of layers in FP8 with so few rows that bf16 may be faster.
         off_because: why there are no graphs, for instance after a failed capture; None if there
             are.
         audited: number of calls that ran eagerly in place of a replay, to be compared with the
