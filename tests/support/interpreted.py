@@ -31,6 +31,11 @@ _interpreted = functools.cache(tritons.InterpretedFunction)
 OF_TRITON = (tl, tl.standard, tl.random)
 PATCHED = (*OF_TRITON, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
 
+ROUNDINGS = (
+    ("create_fp_to_fp", tl.float8e4nv, torch.float8_e4m3fn, torch.uint8),
+    ("create_fp_trunc", tl.bfloat16, torch.bfloat16, torch.uint16),
+)
+
 
 @contextlib.contextmanager
 def interpreter() -> Iterator[None]:
@@ -51,8 +56,9 @@ def interpreter() -> Iterator[None]:
         # That of Triton 3.9 rounds once, as GPUs do and torch's operations do not.
         builder = tritons.InterpreterBuilder
         stack.enter_context(mock.patch.object(builder, "create_fma", _product_and_sum))
-        stack.enter_context(_with_rounding_to_fp8())
-        stack.enter_context(mock.patch.object(builder, "create_inline_asm", _permuted))
+        for rounding in ROUNDINGS:
+            stack.enter_context(_with_rounding(*rounding))
+        stack.enter_context(mock.patch.object(builder, "create_inline_asm", _inline_ptx))
         # Triton 3.9 refuses the masks of integers that it makes of a comparison of scalars.
         for name in ("create_masked_load", "create_masked_store"):
             stack.enter_context(_with_masks_of_bools(name))
@@ -63,25 +69,42 @@ def _product_and_sum(_: Any, x: Any, y: Any, z: Any) -> Any:
     return tritons.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
 
 
-def _with_rounding_to_fp8() -> Any:
-    """Torch's rounding to e4m3, which is that of GPUs; Triton's own loses the carry of a code."""
-    builder = tritons.InterpreterBuilder
-    convert = builder.create_fp_to_fp
+def _with_rounding(name: str, kind: tl.dtype, dtype: torch.dtype, bits: torch.dtype) -> Any:
+    """Torch's rounding, which is that of GPUs.
 
-    def converted(self: Any, source: Any, to: Any, rounding: Any) -> Any:
-        if to.scalar != tl.float8e4nv:
-            return convert(self, source, to, rounding)
-        codes = torch.tensor(source.data).to(torch.float8_e4m3fn).view(torch.uint8)
+    Triton's own loses the carry of a code of e4m3, and does not round to bf16.
+    """
+    builder = tritons.InterpreterBuilder
+    convert = getattr(builder, name)
+
+    def converted(self: Any, source: Any, to: Any, *rounding: Any) -> Any:
+        if to.scalar != kind or source.data.dtype not in (np.float16, np.float32):
+            return convert(self, source, to, *rounding)
+        codes = torch.tensor(source.data).to(dtype).view(bits)
         return tritons.TensorHandle(codes.numpy(), to.scalar)
 
-    return mock.patch.object(builder, "create_fp_to_fp", converted)
+    return mock.patch.object(builder, name, converted)
 
 
-def _permuted(_: Any, asm: str, constraints: str, values: Any, of: Any, *_more: Any) -> Any:
-    """Inline PTX that permutes the bytes of four arrays, four elements of each at a time."""
+def _inline_ptx(_: Any, asm: str, constraints: str, values: Any, of: Any, *_more: Any) -> Any:
+    """The three pieces of PTX that kernels have."""
+    if "prmt" in asm:
+        made = _permuted(asm, constraints, [value.data for value in values])
+    elif "cvt.rn.bf16x2" in asm:
+        made = torch.tensor(values[0].data).to(torch.bfloat16).float().numpy()
+    else:
+        assert "ex2.approx" in asm
+        assert "rcp.approx" in asm
+        made = torch.tensor(values[0].data).sigmoid().numpy()
+    found = tritons.TensorHandle(made, of[0].scalar)
+    return types.SimpleNamespace(get_result=lambda _: found)
+
+
+def _permuted(asm: str, constraints: str, values: list[np.ndarray]) -> np.ndarray:
+    """Bytes of four arrays, permuted four elements of each at a time."""
     outputs = constraints.count("=")
     registers = {  # of four bytes each
-        f"${outputs + i}": np.moveaxis(value.data.reshape(*value.data.shape[:-1], -1, 4), -1, 0)
+        f"${outputs + i}": np.moveaxis(value.reshape(*value.shape[:-1], -1, 4), -1, 0)
         for i, value in enumerate(values)
     }
     for to, first, second, chosen in re.findall(r"prmt.b32 (\S+), (\S+), (\S+), 0x(\w+);", asm):
@@ -89,8 +112,7 @@ def _permuted(_: Any, asm: str, constraints: str, values: Any, of: Any, *_more: 
         registers[to] = np.stack([both[int(digit, 16)] for digit in reversed(chosen)])
     words = [np.moveaxis(registers[f"${i}"], 0, -1) for i in range(outputs)]
     words = [np.ascontiguousarray(word).view(np.uint32)[..., 0] for word in words]
-    found = tritons.TensorHandle(np.stack(words, -1).reshape(values[0].data.shape), of[0].scalar)
-    return types.SimpleNamespace(get_result=lambda _: found)
+    return np.stack(words, -1).reshape(values[0].shape)
 
 
 def _with_masks_of_bools(name: str) -> Any:

@@ -50,9 +50,9 @@ LARGEST, TINY = tl.constexpr(LARGEST_OF_E4M3), tl.constexpr(TINY_BLOCK)
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 INFINITY = tl.constexpr(0x7F800000)  # its bits
 ROWS = 16  # of a program's tile, one block wide
-ROWS_OF_BACKWARD = 8
+ROWS_OF_BACKWARD = 4  # of a program of one warp
 WARPS = 8  # for a block of 128x128 of a weight
-WARPS_OF_COLUMNS, AT_ONCE = 4, 2  # and blocks of columns that a program turns, one by one
+WARPS_OF_COLUMNS = 4
 WIDEST = 2048  # numbers of a token that a program of four warps has in flight
 
 # Bytes 0 to 3 of $4 to $7, column by column.
@@ -67,6 +67,31 @@ FOUR_BY_FOUR = tl.constexpr("""{
     prmt.b32 $2, high, high2, 0x5410;
     prmt.b32 $3, high, high2, 0x7632;
 }""")
+
+
+# Two numbers, rounded to bf16.
+ROUND_TWO = tl.constexpr("""{
+    .reg .b32 pair;
+    cvt.rn.bf16x2.f32 pair, $3, $2;
+    shl.b32 $0, pair, 16;
+    and.b32 $1, pair, 0xffff0000;
+}""")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Numbers of fp32 as `dtype` has them, in fp32.
+
+    The compiler converts numbers to bf16 one by one where nothing is stored, at an eighth of the
+    rate.
+    """
+    if dtype == tl.bfloat16:
+        x = tl.inline_asm_elementwise(
+            ROUND_TWO, "=f,=f,f,f", (x,), dtype=tl.float32, is_pure=True, pack=2
+        )
+    else:
+        x = x.to(dtype).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -155,7 +180,7 @@ def fp8_swiglu_kernel(
     gate_at, up_at = gate_and_up_at(row[:, None], column, F, False)
     gate = tl.load(x_ptr + gate_at, mask=live[:, None], other=0.0).to(tl.float32)
     up = tl.load(x_ptr + up_at, mask=live[:, None], other=0.0).to(tl.float32)
-    h = gated(gate, up, 0.0, 0.0, 0.0, False).to(x_ptr.dtype.element_ty)
+    h = rounded(gated(gate, up, 0.0, 0.0, 0.0, False), x_ptr.dtype.element_ty)
     store_codes(codes_ptr, scales_ptr, coded(h, POWERS), row, live, tl.program_id(1), F, rows)
 
 
@@ -172,16 +197,15 @@ def fp8_weighted_swiglu_backward_kernel(
     row, pair, weight, pairs = rows_of_program(order_ptr, weights_ptr, rows, ROWS)
     products = tl.zeros((ROWS, BLOCK), tl.float32)
     inside = row < rows
-    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     for block in range(0, F // BLOCK):
         column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
         gate_at, up_at, dgate, dup, h, product = gradients_of_tile(
             x_ptr, dh_ptr, row, column, pairs, weight, F, 0.0, 0.0, 0.0, False, False
         )
         products += product
-        dgate = dgate.to(dx_ptr.dtype.element_ty)
-        dup = dup.to(dx_ptr.dtype.element_ty)
-        weighted = (h * weight).to(h_ptr.dtype.element_ty)
+        dgate = rounded(dgate, dx_ptr.dtype.element_ty)
+        dup = rounded(dup, dx_ptr.dtype.element_ty)
+        weighted = rounded(h * weight, h_ptr.dtype.element_ty)
         if RESULT == "values":
             tl.store(dx_ptr + gate_at, dgate, mask=inside)
             tl.store(dx_ptr + up_at, dup, mask=inside)
@@ -189,15 +213,16 @@ def fp8_weighted_swiglu_backward_kernel(
         if RESULT == "codes":
             codes, scale = coded(weighted, POWERS)
             tl.store(h_codes_ptr + row * F + column, codes, mask=inside)
-            at = tl.cast(block, tl.int64) * rows + line
-            tl.store(h_scales_ptr + at, scale, mask=line < rows)
+            at = tl.cast(block, tl.int64) * rows + row
+            tl.store(h_scales_ptr + at, scale[:, None], mask=row < rows)
         codes, scale = coded(dgate, POWERS)
         tl.store(codes_ptr + gate_at, codes, mask=inside)
-        tl.store(scales_ptr + tl.cast(block, tl.int64) * rows + line, scale, mask=line < rows)
+        at = tl.cast(block, tl.int64) * rows + row
+        tl.store(scales_ptr + at, scale[:, None], mask=row < rows)
         codes, scale = coded(dup, POWERS)
         tl.store(codes_ptr + up_at, codes, mask=inside)
-        at = tl.cast(block + F // BLOCK, tl.int64) * rows + line
-        tl.store(scales_ptr + at, scale, mask=line < rows)
+        at = tl.cast(block + F // BLOCK, tl.int64) * rows + row
+        tl.store(scales_ptr + at, scale[:, None], mask=row < rows)
     dweight = tl.sum(products, 1).to(dweights_ptr.dtype.element_ty)
     tl.store(dweights_ptr + pair, dweight, mask=pair >= 0)
 
@@ -217,34 +242,15 @@ def lowered(codes, scale, largest):
     return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-@triton.jit
-def store_columns(codes_ptr, scales_ptr, coded_rows, block, at, P):
-    """Codes and the scale of a block's columns, from those of every fourth row from 0, 1, 2, 3."""
-    largest = tl.maximum(coded_rows[0][1], coded_rows[1][1])
-    largest = tl.maximum(largest, tl.maximum(coded_rows[2][1], coded_rows[3][1]))
-    largest = tl.maximum(tl.max(largest, 0), SMALLEST)
-    words = in_words(
-        lowered(coded_rows[0][0], coded_rows[0][1], largest),
-        lowered(coded_rows[1][0], coded_rows[1][1], largest),
-        lowered(coded_rows[2][0], coded_rows[2][1], largest),
-        lowered(coded_rows[3][0], coded_rows[3][1], largest),
-    )
-    line = (tl.cast(at, tl.int64) * BLOCK + tl.arange(0, BLOCK)) * (P // 4)
-    word = block * WORDS + tl.arange(0, WORDS)
-    to = codes_ptr.to(tl.pointer_type(tl.uint32)) + line[:, None] + word[None, :]
-    tl.store(to, tl.trans(words))
-    tl.store(scales_ptr + at * (P // BLOCK) + block, largest)
-
-
 @triton.jit(do_not_specialize=["rows", "sources"])
 def fp8_columns_kernel(
     rows_ptr, row_scales_ptr, order_ptr, records_ptr, count_ptr, codes_ptr, scales_ptr,
     spread_ptr, spread_scales_ptr, columns, sources, rows, P,
-    K: tl.constexpr, SORTED: tl.constexpr, SPREAD: tl.constexpr, AT_ONCE: tl.constexpr,
+    K: tl.constexpr, SORTED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """128 rows of one expert, AT_ONCE blocks of columns. Grid (P / BLOCK, parts of the columns).
+    """128 rows of one expert and a block of columns. Grid (P / BLOCK, columns / BLOCK).
 
-    A block's scale is the largest of its rows', and codes become as many powers of two smaller as
+    The block's scale is the largest of its rows', and codes become as many powers of two smaller as
     their row's scale is. Programs go through all rows before the next columns, so that the codes
     of tokens that they read stay in L2.
     """
@@ -252,39 +258,41 @@ def fp8_columns_kernel(
     if block < tl.load(count_ptr + COUNT_RECORDS):
         record = records_ptr + block * ROW_RECORD
         first = tl.load(record + ROW_START) + (block - tl.load(record + ROW_FIRST_TILE)) * BLOCK
-        end = tl.load(record + ROW_END)
+        live = tl.load(record + ROW_END) - first
+        here, at = first.to(tl.int64), tl.program_id(1).to(tl.int64)
         word, lane = tl.arange(0, WORDS), tl.arange(0, BLOCK)
-        rows_of = ()  # type: Any
-        sources_of = ()  # type: Any
-        inside_of = ()  # type: Any
-        live_of = ()  # type: Any
-        for i in tl.static_range(4):
-            row = first.to(tl.int64) + word * 4 + i
-            inside = row < end
-            source, live = row, inside
-            if not SORTED:
-                pair = tl.load(order_ptr + row, mask=inside, other=-1)
-                source, live = (pair // K).to(tl.int64), pair >= 0
-            rows_of += (row,)
-            sources_of += (source,)
-            inside_of += (inside,)
-            live_of += (live,)
-        begin = tl.program_id(1) * AT_ONCE
-        for at in range(begin, tl.minimum(begin + AT_ONCE, columns // BLOCK)):
-            column = at * BLOCK + lane[None, :]
-            coded_of = ()  # type: Any
-            for i in tl.static_range(4):
-                here = rows_ptr + sources_of[i][:, None] * columns + column
-                codes = tl.load(here, mask=live_of[i][:, None], other=0.0)
-                here = row_scales_ptr + tl.cast(at, tl.int64) * sources + sources_of[i]
-                coded_of += ((codes, tl.load(here, mask=live_of[i], other=0.0)),)
-            if SPREAD:
-                for i in tl.static_range(4):  # behind all loads, which would wait for stores
-                    store_codes(
-                        spread_ptr, spread_scales_ptr, coded_of[i], rows_of[i], inside_of[i], at,
-                        columns, rows,
-                    )  # fmt: skip
-            store_columns(codes_ptr, scales_ptr, coded_of, block, at, P)
+        coded_of = ()  # type: Any
+        largest = tl.full((WORDS,), SMALLEST, tl.float32)
+        for i in tl.static_range(4):  # every fourth row from 0, 1, 2, 3
+            line = word * 4 + i
+            if SORTED:
+                source = tl.where(line < live, first + line, -1)
+            else:
+                pair = tl.load(order_ptr + here + line, mask=line < live, other=-1)
+                source = tl.where(pair >= 0, pair // K, -1)
+            wanted = source >= 0
+            scale = tl.load(row_scales_ptr + at * sources + source, mask=wanted, other=0.0)
+            largest = tl.maximum(largest, scale)
+            place = (source.to(tl.int64) * columns + at * BLOCK)[:, None] + lane[None, :]
+            codes = tl.load(rows_ptr + place, mask=wanted[:, None], other=0.0)
+            coded_of += ((codes, scale),)
+        if SPREAD:
+            for i in tl.static_range(4):  # behind all loads, which would wait for stores
+                row = here + word * 4 + i
+                inside = row < here + live
+                store_codes(
+                    spread_ptr, spread_scales_ptr, coded_of[i], row, inside, at, columns, rows
+                )
+        largest = tl.max(largest, 0)
+        words = in_words(
+            lowered(coded_of[0][0], coded_of[0][1], largest),
+            lowered(coded_of[1][0], coded_of[1][1], largest),
+            lowered(coded_of[2][0], coded_of[2][1], largest),
+            lowered(coded_of[3][0], coded_of[3][1], largest),
+        )
+        to = codes_ptr.to(tl.pointer_type(tl.uint32)) + at * BLOCK * (P // 4) + block * WORDS
+        tl.store(to + (lane[:, None] * (P // 4) + word[None, :]), tl.trans(words))
+        tl.store(scales_ptr + at * (P // BLOCK) + block, largest)
 
 
 @triton.jit
@@ -403,7 +411,7 @@ def fp8_weighted_swiglu_backward(
     if dh_RF.numel():
         rows, F = dh_RF.shape
         args = (x_R2F, dh_RF, order_R, weights_TK.contiguous(), *made, rows, F)
-        kind = {"RESULT": result, "POWERS": powers, "ROWS": ROWS_OF_BACKWARD}
+        kind = {"RESULT": result, "POWERS": powers, "ROWS": ROWS_OF_BACKWARD, "num_warps": 1}
         _launch(fp8_weighted_swiglu_backward_kernel, (cdiv(rows, ROWS_OF_BACKWARD),), args, **kind)
     return made
 
@@ -425,9 +433,8 @@ def columns(
     work, P = row_tiles(offsets_E, rows, BLOCK.value), made[0].shape[1]
     given = codes_XK, scales_GX, offsets_E if order_R is None else order_R
     args = (*given, work.records, work.count, *made, width, sources, rows, P)
-    kind = {"K": top_k, "SORTED": order_R is None, "SPREAD": spread, "AT_ONCE": AT_ONCE}
-    grid = (P // BLOCK.value, cdiv(width // BLOCK.value, AT_ONCE))
-    _launch(fp8_columns_kernel, grid, args, **kind, num_warps=WARPS_OF_COLUMNS)
+    kind = {"K": top_k, "SORTED": order_R is None, "SPREAD": spread, "num_warps": WARPS_OF_COLUMNS}
+    _launch(fp8_columns_kernel, (P // BLOCK.value, width // BLOCK.value), args, **kind)
 
 
 @define_op(device="default")
