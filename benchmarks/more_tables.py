@@ -371,9 +371,31 @@ def deepgemm(lines: list[Line]) -> str:
     return f"{first}\n\n{table(header, rows)}\n\n{note} {sources(newest.values(), commands=False)}"
 
 
+def fp8_products(lines: list[Line]) -> str:
+    """Grouped products in FP8 beside one dense product of the same FLOPs."""
+    given = Select("fp8_products").lines(lines)
+    newest = {tuple(line["shape"]): line for line in given if line.get("shape")}
+    rows = []
+    for (routing, count, experts, K, N), line in newest.items():
+        rates = line["tflops"]
+        dense, ours = rates["dense fp8, scales of rows"], rates["ours fp8, 128x256, by turns"]
+        shown = [f"{each:,}" for each in (rates["ours bf16"], dense, ours)]
+        name = f"{experts} experts, {K:,} to {N:,}" + ", skewed" * (routing == "zipf")
+        rows.append([name, f"{count // experts:,}", *shown, times(ours / dense)])
+    header = (
+        "a product of rows, TFLOP/s | rows an expert | bf16 | one dense product in FP8 | `fp8` | "
+        "`fp8` over dense"
+    )
+    note = (
+        "The dense product is `torch._scaled_mm` with a scale per row and column and "
+        "`use_fast_accum=False`. Codes are made beforehand."
+    )
+    return f"{table(header, rows)}\n\n{note} {sources(newest.values())}"
+
+
 def fp8_projections(lines: list[Line]) -> str:
     """Forward and backward of projections in FP8, beside bf16."""
-    given = Select("fp8_products", gpu=H100).lines(lines)
+    given = Select("fp8_products").lines(lines)
     newest = {tuple(line["projection"]): line for line in given if line.get("projection")}
     rows = []
     for (count, columns, out), line in newest.items():

@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     given = (*fp8.quantized(x), *fp8.quantized_weights(w), ends, torch.bfloat16)
     columns = (part for rows in (x, dy) for part in fp8.columns_of(fp8.quantized(rows, True), ends))
     operands = (*columns, ends, len(x), torch.bfloat16)
-    for block_n, stages, turns in ((128, 6, True), (256, 4, False), (256, 4, True)):
+    for block_n, stages, turns in ((128, 5, True), (256, 4, False), (256, 4, True)):
         tile = dict(block_n=block_n, stages=stages, pingpong=turns)
         rows = replace(row_variant("fp8", WIDTH), **tile)
         weights = replace(weight_variant("fp8", WIDTH, torch.bfloat16), **tile)
