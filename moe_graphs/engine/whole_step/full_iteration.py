@@ -375,6 +375,8 @@ class FullIteration(Generic[BatchT, ResultT]):
         if self._eager_calls["warmup"] < self._warmup_steps - 1:
             with self._definition.states_apart():
                 return self._eager(batch, "warmup")
+        if self._definition.backend.device.type == "cuda":
+            gc.collect()  # what garbage frees within the call would be missing from its peak
         with (
             torch.autograd.set_multithreading_enabled(False),
             self._definition.backend.meter() as meter,
