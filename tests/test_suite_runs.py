@@ -37,6 +37,9 @@ def test_a_run_leaves_a_line_with_its_counts(workers, tmp_path):
     assert line["suite"] == "all"
     assert (line["passed"], line["failed"], line["skipped"]) == (1, 2, 2)
     assert [name.split("::")[1] for name in line["failures"]] == ["test_bad", "test_teardown"]
+    failures = (tmp_path / "runs.failures.txt").read_text()
+    assert "test_bad, call\n" in failures
+    assert "test_teardown, teardown\n" in failures
     assert line["skip_reasons"]["no such library"] == 1
     assert line["complete"]
     assert line["environment"]["commit"] == "abc"

@@ -37,20 +37,27 @@ runs every test that needs one GPU and, where several GPUs are found, those that
 class Recorder:
     """Counts the outcomes of one run and appends them to a file as one JSON line.
 
-    It is registered in the process that collects the reports, not in xdist's workers.
+    It is registered in the process that collects the reports, not in xdist's workers. Failures are
+    written as they come, too, to a file beside it: a run that hangs leaves no line.
     """
 
     def __init__(self, path: Path, commit: str | None, suite: str) -> None:
         self._path, self._commit, self._suite = path, commit, suite
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._outcomes: dict[str, str] = {}
         self._reasons: Counter[str] = Counter()
         self._started = time.time()
+        self._failures = path.with_suffix(".failures.txt")
+        self._failures.unlink(missing_ok=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the outcome of a test: it failed if its setup, its call or its teardown did."""
         known = self._outcomes.get(report.nodeid)
         if report.when == "call" or report.outcome != "passed":
             self._outcomes[report.nodeid] = "failed" if known == "failed" else report.outcome
+        if report.failed:
+            with self._failures.open("a") as file:
+                file.write(f"{report.nodeid}, {report.when}\n{report.longreprtext}\n\n")
         if report.skipped and isinstance(report.longrepr, tuple):
             self._reasons[re.sub(r"^Skipped: ", "", report.longrepr[2])] += 1
 
@@ -66,7 +73,6 @@ class Recorder:
             "extras": _installed(),
             "environment": stamp(self._commit),
         }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -7,9 +7,9 @@ import warnings
 from moe_graphs import portable_launches
 
 # Rows of an expert from which a layer's forward and backward in FP8 are faster than in bf16: to
-# quantize the weights takes as long for few rows as for many. Measured on an H200 at 92b0178a
-# (2026-11-29), speed in bf16 = 1: 1.09 with 512 rows, 1.28 with 1,024, 1.49 to 1.52 with 2,048;
-# with codes of weights at hand 1.31, 1.41 and 1.63 to 1.71. Fewer than 512 rows are not measured.
+# quantize the weights takes as long for few rows as for many. Measured on an H200 at 9dea17d4
+# (2026-11-29), speed in bf16 = 1: 1.17 with 512 rows, 1.26 with 1,024, 1.48 to 1.54 with 2,048;
+# with codes of weights at hand 1.43, 1.44 and 1.64 to 1.68. Fewer than 512 rows are not measured.
 PAYS_FROM = 512
 _NAME = "FP8 with few rows an expert, where bf16 may be faster"
 
