@@ -10,9 +10,10 @@ Contenders: ours eager, ours with scope `moe` captured, and blocks of other libr
 `grouped_mm` experts), all with the same weights. Gate first: captured is bitwise eager, the others
 are close to it. Zipf: a feature that is 1 in all tokens gives each expert a logit of its own, so
 that a few experts get most rows; `load` is the fullest expert's share, over that of an even one.
-Sustained: contenders take turns in random order; median, p10, p90 of the rounds. FLOPs are 6TKDF
-forward and 18TKDF with backward. Saved: memory that a forward in training leaves allocated besides
-its output. Peak: memory of a step besides weights and tokens.
+Sustained: contenders take turns in random order; p10, median, p90 of the rounds, and of our graph's
+time in bf16 over a contender's in the same round (`train_speedup`). FLOPs are 6TKDF forward and
+18TKDF with backward. Saved: memory that a forward in training leaves allocated besides its output.
+Peak: memory of a step besides weights and tokens.
 """
 
 from __future__ import annotations
@@ -288,6 +289,9 @@ def measure(
         forward, train = (spread(ms) if ms else None for ms in spent[contender.name])
         record = case | {"contender": contender.name, "error": None}
         record |= {"forward_ms": forward, "train_ms": train}
+        if OURS in spent:  # machines drift, so contenders of the same round are compared
+            pairs = zip(spent[OURS][1], spent[contender.name][1], strict=True)
+            record["train_speedup"] = spread([bf16 / each for bf16, each in pairs])
         record["forward_tflops"] = forward and round(size.forward_flops / forward[1] / 1e9, 1)
         record["train_tflops"] = round(3 * size.forward_flops / train[1] / 1e9, 1)
         record["saved_mib"] = round(saved.get(contender.name, 0) / 2**20) or None
@@ -339,7 +343,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
     parser.add_argument(
         "--separate", action="store_true", help="beside the ops one by one, each step as one graph"

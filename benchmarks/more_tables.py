@@ -331,7 +331,10 @@ def fp8_experts(lines: list[Line]) -> str:
         by_name = {line["contender"]: line for line in runs[name]}
         shown = [by_name[contender] for contender in contenders]
         medians = [line["train_ms"][1] for line in shown]
-        faster = [f"{each:.1f} ms, {times(medians[0] / each)}" for each in medians[1:]]
+        faster = [
+            f"{each:.1f} ms, {times((line.get('train_speedup') or [0, medians[0] / each])[1])}"
+            for line, each in zip(shown[1:], medians[1:], strict=True)
+        ]
         rows.append([
             name, f"{_rows_an_expert(shown[0]):,}", f"{medians[0]:.1f} ms", *faster,
             " -> ".join(f"{line['saved_mib']:,}" for line in shown[:2]),
