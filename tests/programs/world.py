@@ -99,11 +99,16 @@ class World:
             x = torch.randn(WIDTH, rows, generator=self.data).t()
         elif self.plan.input == "expanded":
             x = x[:1].expand(rows, WIDTH)
-        elif self.plan.input == "kept" and self.kept and self.kept[-1].shape == x.shape:
+        elif self.plan.input == "kept" and self._kept_tensor_like(x):
             x = self.kept[-1].detach()
         elif self.plan.input == "double":
             x = x.double().float()[:, [1, 0, 3, 2]]
         return x.requires_grad_() if self.program.input_grad else x
+
+    def _kept_tensor_like(self, x: torch.Tensor) -> bool:
+        """Whether the last thing kept is a tensor, not a node of autograd, and of x's shape."""
+        last = self.kept[-1] if self.kept else None
+        return isinstance(last, torch.Tensor) and last.shape == x.shape
 
     def linears(self) -> list[nn.Linear]:
         found = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
