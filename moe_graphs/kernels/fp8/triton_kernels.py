@@ -68,7 +68,6 @@ FOUR_BY_FOUR = tl.constexpr("""{
     prmt.b32 $3, high, high2, 0x7632;
 }""")
 
-
 # Two numbers, rounded to bf16.
 ROUND_TWO = tl.constexpr("""{
     .reg .b32 pair;
@@ -195,8 +194,9 @@ def fp8_weighted_swiglu_backward_kernel(
     RESULT: "values" writes dx and the weighted result, too, "codes" codes of the latter.
     """
     row, pair, weight, pairs = rows_of_program(order_ptr, weights_ptr, rows, ROWS)
+    line = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     products = tl.zeros((ROWS, BLOCK), tl.float32)
-    inside = row < rows
+    live = line < rows
     for block in range(0, F // BLOCK):
         column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
         gate_at, up_at, dgate, dup, h, product = gradients_of_tile(
@@ -207,22 +207,16 @@ def fp8_weighted_swiglu_backward_kernel(
         dup = rounded(dup, dx_ptr.dtype.element_ty)
         weighted = rounded(h * weight, h_ptr.dtype.element_ty)
         if RESULT == "values":
-            tl.store(dx_ptr + gate_at, dgate, mask=inside)
-            tl.store(dx_ptr + up_at, dup, mask=inside)
-            tl.store(h_ptr + row * F + column, weighted, mask=inside)
+            tl.store(dx_ptr + gate_at, dgate, mask=live[:, None])
+            tl.store(dx_ptr + up_at, dup, mask=live[:, None])
+            tl.store(h_ptr + row * F + column, weighted, mask=live[:, None])
         if RESULT == "codes":
-            codes, scale = coded(weighted, POWERS)
-            tl.store(h_codes_ptr + row * F + column, codes, mask=inside)
-            at = tl.cast(block, tl.int64) * rows + row
-            tl.store(h_scales_ptr + at, scale[:, None], mask=row < rows)
-        codes, scale = coded(dgate, POWERS)
-        tl.store(codes_ptr + gate_at, codes, mask=inside)
-        at = tl.cast(block, tl.int64) * rows + row
-        tl.store(scales_ptr + at, scale[:, None], mask=row < rows)
-        codes, scale = coded(dup, POWERS)
-        tl.store(codes_ptr + up_at, codes, mask=inside)
-        at = tl.cast(block + F // BLOCK, tl.int64) * rows + row
-        tl.store(scales_ptr + at, scale[:, None], mask=row < rows)
+            made = coded(weighted, POWERS)
+            store_codes(h_codes_ptr, h_scales_ptr, made, line, live, block, F, rows)
+        made = coded(dgate, POWERS)
+        store_codes(codes_ptr, scales_ptr, made, line, live, block, 2 * F, rows)
+        made, of_up = coded(dup, POWERS), F // BLOCK + block
+        store_codes(codes_ptr, scales_ptr, made, line, live, of_up, 2 * F, rows)
     dweight = tl.sum(products, 1).to(dweights_ptr.dtype.element_ty)
     tl.store(dweights_ptr + pair, dweight, mask=pair >= 0)
 
