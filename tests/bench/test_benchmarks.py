@@ -318,11 +318,23 @@ def test_on_a_gpu(modules, tmp_path):
 
 
 @pytest.mark.gpu
-def test_whole_steps_on_a_gpu(modules, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "contenders"),
+    {
+        "launch_bound": 6,
+        "llama": 5,
+        "diffusion": 5,
+        "gpu_bound": 9,
+        "gpu_bound_even": 9,
+        "gpu_bound_zipf": 9,
+    }.items(),
+)
+def test_whole_steps_on_a_gpu(modules, tmp_path, model, contenders):
     out = tmp_path / "rows.jsonl"
-    modules.full_iteration.main(["--tiny", "--rounds", "1", "--out", str(out)])
+    tiny = ["--tiny", "--rounds", "1", "--models", model]
+    modules.full_iteration.main([*tiny, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["error"] for row in rows] == [None] * 43
+    assert [row["error"] for row in rows] == [None] * contenders
     for row in rows:
         if row["contender"] == "full iteration, optimizer":
             assert row["timeline"]["graph_launches"] == 1

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from moe_graphs.engine import fp8
 from moe_graphs.engine.audit import Audits
+from moe_graphs.engine.backends.backend import Backend
 from moe_graphs.engine.checkpointing import Checkpoints
 from moe_graphs.engine.fp8 import Entry
 from moe_graphs.engine.guards import bytecode_names
@@ -89,11 +90,9 @@ def record_step(
         fsdp.check_settings(definition.model)
         definition.sharding.reshard()
         gc.collect()  # garbage is not collected while a capture runs
-        backend.make_room()  # memory cached by eager steps serves no other stream
         with StateBefore(definition, accessed) as before, backend.on_stream():
-            backend.cache_piece(_with_room_for_gaps(peak))
             with ranks.together():
-                prepared = _prepare(definition, batch, trial_runs, before)
+                prepared = _prepare(definition, batch, peak, trial_runs, before)
             ranks.join(prepared.seen.groups)
             with ranks.together():
                 fsdp.check_memory(ranks.group)
@@ -101,6 +100,7 @@ def record_step(
                 if verify:
                     static, found = prepared.batch, prepared.found
                     verification = StepVerification(definition, before, ranks, static, found)
+                    backend.cache_piece(_with_room_for_gaps(prepared.seen.peak))
                     verification.expect()
                 operations = Operations(
                     origins_of_step(
@@ -166,9 +166,13 @@ class _Prepared:
 
 
 def _prepare(
-    definition: StepDefinition, batch: Any, trial_runs: int, before: StateBefore
+    definition: StepDefinition, batch: Any, peak: int, trial_runs: int, before: StateBefore
 ) -> _Prepared:
-    """Refuses everything that can be refused before the capture."""
+    """Refuses everything that can be refused before the capture.
+
+    Trial runs have one piece of memory. Tensors that outlive them are made before it or after it is
+    freed, because one tensor in the piece would keep all of it.
+    """
     state = TorchState(definition.backend.device.type)
     if state.has_autocast_cache:
         raise CaptureError(
@@ -177,7 +181,9 @@ def _prepare(
         )
     entry = Entry.of_now()
     while True:  # trial runs may find attributes that are inputs, too
+        definition.backend.make_room()  # memory cached by eager steps serves no other stream
         static = StaticBatch.of(definition.given(batch), definition.backend.device)
+        definition.backend.cache_piece(_with_room_for_gaps(peak))
         found_places = len(definition.assigned.places)
         seen = try_step(definition, static, before, trial_runs)
         if len(definition.assigned.places) == found_places:
@@ -187,12 +193,20 @@ def _prepare(
     check_streams(definition.model, seen.stale)
     parameters = list(definition.parameters().values())
     found: Gradients = before.gradients
+    _free_cached_memory(definition.backend)
     if seen.touches_gradients:
         found = gradients_to_find(parameters, before.gradients, seen.dropped)
     set_gradients(parameters, found)
     # In one piece the allocator joins what is free; separate allocations leave gaps of all sizes.
     pool = definition.backend.new_pool(_with_room_for_gaps(seen.peak))
     return _Prepared(static, state, seen, found, pool, entry)
+
+
+def _free_cached_memory(backend: Backend) -> None:
+    """Frees what runs left in the allocator's cache; garbage would keep whole segments of it."""
+    if backend.device.type == "cuda":
+        gc.collect()
+    backend.release()
 
 
 def _with_room_for_gaps(peak: int) -> int:
@@ -221,8 +235,7 @@ def _record(
         trace.check_others(guards.tensors)
     tensors += before.others.tensors
     versions = [tensor._version for tensor in tensors]
-    # Memory that eager runs left in the allocator's cache would lie beside the graph's own pool.
-    definition.backend.release()
+    _free_cached_memory(definition.backend)  # it would lie beside the graph's own pool
     draws = definition.backend.new_draws(seen.traces[-1].checkpoint.begins)
     operations.checkpoint = Checkpoints(recorded=draws)
     with definition.backend.record(prepared.pool, draws) as graphs, operations:

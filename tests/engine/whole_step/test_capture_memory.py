@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -74,22 +75,30 @@ def test_a_capture_holds_no_second_copy_of_the_state():
     iteration.release()
 
 
-def a_step_with(model: nn.Module, optimizer: torch.optim.Optimizer):
+def a_step_with(model: nn.Module, optimizer: torch.optim.Optimizer, leaves: str = "nothing"):
+    """A step that leaves gradients, which add up, or its output in garbage, or nothing."""
+
     def step(batch):
-        model(batch).square().mean().backward()
+        output = model(batch)
+        output.square().mean().backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if leaves != "gradients":
+            optimizer.zero_grad(set_to_none=True)
+        if leaves == "garbage":
+            cycle = [output]
+            cycle.append(cycle)
 
     return step
 
 
-def with_gaps() -> tuple[FullIteration, torch.Tensor]:
+def with_gaps(leaves: str = "nothing") -> tuple[FullIteration, torch.Tensor]:
     """Activations and gradients of different sizes, which leave gaps in separate allocations."""
+    gc.collect()  # tests before this one leave garbage, which would be freed within the calls
     torch.manual_seed(0)
     sizes = [(512 * (1 + i % 3), 512 * (1 + (i + 1) % 3)) for i in range(12)]
     model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
-    step, batch = a_step_with(model, optimizer), torch.randn(8192, 512, device="cuda")
+    step, batch = a_step_with(model, optimizer, leaves), torch.randn(8192, 512, device="cuda")
     return FullIteration(step, model=model, optimizer=optimizer, audit_every=None), batch
 
 
@@ -110,19 +119,27 @@ def test_a_graph_takes_little_more_than_a_step_allocates():
 
 
 @pytest.mark.gpu
-def test_trial_runs_of_a_capture_reserve_no_more_than_its_graph():
-    iteration, batch = with_gaps()
+@pytest.mark.parametrize("leaves", ["nothing", "gradients", "garbage"])
+def test_trial_runs_of_a_capture_reserve_no_more_than_its_graph(leaves):
+    iteration, batch = with_gaps(leaves)
     with iteration:
         for _ in range(3):
             iteration(batch)
+        gc.collect()
         torch.cuda.empty_cache()
         lasting = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        iteration(batch)
+        gc.disable()  # or garbage is collected at any time
+        try:
+            iteration(batch)
+        finally:
+            gc.enable()
         torch.cuda.synchronize()
         pool = iteration.report().pool_bytes
-        assert torch.cuda.max_memory_reserved() - lasting <= pool + (160 << 20)  # workspaces
-        assert torch.cuda.memory_reserved() - lasting <= pool + (96 << 20)
+        gradients = (48 << 20) if leaves == "gradients" else 0  # and as much for their values
+        workspaces = 160 << 20
+        assert torch.cuda.max_memory_reserved() - lasting <= pool + workspaces + 2 * gradients
+        assert torch.cuda.memory_reserved() - lasting <= pool + (96 << 20) + gradients
 
 
 @pytest.mark.gpu
