@@ -135,7 +135,7 @@ def training(text: Path, run: Path, device: str, *options: object) -> Iterator[t
     )  # fmt: skip
     log = run / "log.jsonl"
     try:
-        until = time.monotonic() + 100
+        until = time.monotonic() + 300  # beside fifty other tests
         while not (log.exists() and '"loss"' in log.read_text()):  # of twenty steps
             assert launcher.poll() is None, launcher.communicate()[0]
             assert time.monotonic() < until
