@@ -11,7 +11,9 @@ from torch import nn
 
 from moe_graphs import FullIteration
 from moe_graphs.engine.backends.backend import Backend
+from moe_graphs.engine.backends.cpu import CpuRecorder
 from moe_graphs.engine.snapshot import Snapshot, copies_on_host
+from moe_graphs.engine.whole_step import capture_step
 
 
 def some_tensors(device: str) -> list[torch.Tensor]:
@@ -140,6 +142,40 @@ def test_trial_runs_of_a_capture_reserve_no_more_than_its_graph(leaves):
         workspaces = 160 << 20
         assert torch.cuda.max_memory_reserved() - lasting <= pool + workspaces + 2 * gradients
         assert torch.cuda.memory_reserved() - lasting <= pool + (96 << 20) + gradients
+
+
+def test_what_outlives_trial_runs_is_made_outside_of_their_memory(monkeypatch):
+    made, is_cached = [], [False]
+
+    def noted(owner, name, what=None, cached=None):
+        function = getattr(owner, name)
+
+        def call(*args):
+            if cached is not None:
+                is_cached[0] = cached
+            if what is not None:
+                made.append((what, is_cached[0]))
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(CpuRecorder, "cache_piece", cached=True)
+    noted(CpuRecorder, "make_room", cached=False)
+    noted(CpuRecorder, "release", cached=False)
+    noted(capture_step.StaticBatch, "of", "batch")
+    noted(capture_step, "gradients_to_find", "gradients")
+    noted(capture_step.StepVerification, "__init__", "values before")
+    noted(capture_step.StepVerification, "expect", "a run")
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    step = a_step_with(model, optimizer, "gradients")
+    with FullIteration(step, model=model, optimizer=optimizer, audit_every=None) as iteration:
+        for _ in range(5):
+            iteration(torch.randn(2, 3))
+        assert iteration.report().replayed
+    batch, gradients, before, run = made
+    assert (batch, gradients) == (("batch", False), ("gradients", False))
+    assert (before, run) == (("values before", False), ("a run", True))
 
 
 @pytest.mark.gpu
