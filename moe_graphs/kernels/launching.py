@@ -87,12 +87,8 @@ def _kind(arg: Any) -> Any:
         return float
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.get_device(), arg.data_ptr() % 16 == 0
-    if isinstance(arg, tuple) and all(isinstance(each, int) for each in arg):
-        return len(arg)
     if isinstance(arg, tuple):
-        return tuple(map(_kind, arg))
-    if arg is None:
-        return None
+        return len(arg)
     return type(arg), arg.base.dtype, *arg.block_shape
 
 

@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from compiled import SHARED_LIMIT, Compiled, check, launch_compiler  # noqa: E402
 from grids import few, grid  # noqa: E402
 from moe_graphs import kernels  # noqa: E402
-from moe_graphs.kernels.fp8.reference import codes_of_weights  # noqa: E402
 from moe_graphs.kernels.gemm import launch as gemm  # noqa: E402
 from moe_graphs.kernels.gemm import sm90_common, sm90_lora, tile_scheduler  # noqa: E402
 from moe_graphs.kernels.heads import triton_kernels as heads_triton  # noqa: E402
@@ -195,58 +194,6 @@ def test_rows_in_fp8(compiled, columns, pingpong, dtype):
     assert kernel.carried == [*consumers, 7, 4]
     assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4 * 2
     assert kernel.ptx.count("fma.rn.f32") == 2 * halves * 64 * 2
-
-
-@pytest.mark.parametrize("columns", [1024, 384])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(
-    ("kind", "powers"), [("both", False), ("both", True), ("lying", False), ("flipped", False)]
-)
-def test_rows_in_fp8_that_quantize_a_weight(compiled, kind, powers, dtype, columns):
-    codes = [torch.zeros(s, dtype=torch.uint8) for s in ((4096, 512), (8, columns, 512))]
-    x, w = (code.view(torch.float8_e4m3fn) for code in codes)
-    variant = gemm.row_variant("fp8", columns)
-    out = torch.empty(4096, columns, dtype=dtype)
-    scales = torch.empty(4, 4096), torch.empty(8, columns // 128, 4)
-    other, factors = torch.empty(8, 384, 512, dtype=dtype), torch.empty(8, 3, 4)
-    lying, of_lying, flipped, of_flipped = codes_of_weights(other, True, True)
-    beside = {
-        "both": gemm.Quantizing(other, lying, of_lying, flipped, of_flipped, None, powers),
-        "lying": gemm.Quantizing(other, lying, None, None, None, factors, powers),
-        "flipped": gemm.Quantizing(other, None, None, flipped, None, factors, powers),
-    }[kind]
-    launch = gemm.kernels_of(variant, CPU).fp8_rows_launch(
-        variant, x, scales[0], w, scales[1], out, work(8), 132, beside
-    )
-    (kernel,) = compiled(launch.run)
-    check(kernel, wgmma=True)
-    halves = variant.block_n // 128
-    assert kernel.ptx.count("wgmma.mma_async") == 2 * halves * 4 * 2
-    read = kernel.ptx.count("ld.global.v4.b32")
-    assert read == 3 * {"both": 4 + 4, "lying": 8, "flipped": 4}[kind]
-    words = kernel.ptx.count("prmt.b32")
-    assert words == (0 if kind == "lying" else 3 * 8 * 2)
-
-
-@pytest.mark.parametrize("columns", [1024, 384])
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_rows_in_fp8_that_turn_rows_into_columns(compiled, jobs, columns):
-    codes = torch.zeros(4096, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    w = torch.zeros(8, columns, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    variant, scales = gemm.row_variant("fp8", columns), torch.empty(4, 4096)
-    made = codes.new_empty(512, 5120), torch.empty(4, 40)
-    sources = [(codes, scales, None)] * jobs
-    if jobs > 1:
-        sources[-1] = codes[:512], torch.empty(4, 512), torch.empty(4096, dtype=torch.int32)
-    launch = gemm.kernels_of(variant, CPU).fp8_rows_launch(
-        variant, codes, scales, w, torch.empty(8, columns // 128, 4),
-        torch.empty(4096, columns, dtype=BF16), work(8), 132,
-        gemm.Turning(sources, [made] * jobs, 8),
-    )  # fmt: skip
-    (kernel,) = compiled(launch.run)
-    check(kernel, wgmma=True)
-    assert kernel.ptx.count("wgmma.mma_async") == 2 * (variant.block_n // 128) * 4 * 2
-    assert kernel.ptx.count("prmt.b32") == 3 * jobs * 4 * 8
 
 
 @pytest.mark.parametrize(

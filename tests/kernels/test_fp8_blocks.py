@@ -16,9 +16,8 @@ from kept_bytes import kept_bytes
 from moe_graphs.engine.autograd import SplitBackward
 from moe_graphs.kernels import RowOrder, fp8, route_rows, routed_experts
 from moe_graphs.kernels.packed_weights import FORMATS
-from moe_graphs.kernels.routed_experts import fp8 as experts_in_fp8
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
-from moe_graphs.layers import MoEConfig, MoELayer, unchanged_weights
+from moe_graphs.layers import MoEConfig, MoELayer
 from training_runs import loss_of, microbatches, tiny_model
 
 T, D, F, E, K = 48, 256, 128, 5, 2
@@ -119,14 +118,11 @@ def test_errors_are_those_of_plain_fp8(routing, all_in_fp8):
 @pytest.mark.parametrize("all_in_fp8", [False, True])
 @pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("beside", [False, True])
-def test_gaps_tails_and_sorted_rows_change_no_bit(beside, dtype, powers, all_in_fp8, monkeypatch):
+def test_gaps_tails_and_sorted_rows_change_no_bit(dtype, powers, all_in_fp8):
     torch.manual_seed(1)
     order, given = route_rows(ROUTINGS["random"](), E), leaves(dtype)
     options = dict(powers=powers, weight_gradients=all_in_fp8)
     found = results(routed_experts_fp8, order, given, **options)
-    for place in ("WEIGHT", "TRANSPOSE", "COLUMNS") if beside else ():
-        monkeypatch.setattr(experts_in_fp8, f"{place}_BESIDE_FROM", 0)
     gapped = results(routed_experts_fp8, padded(order, T, tail=3), given, **options)
     again = results(routed_experts_fp8, order, given, **options, recompute=True)
     kept = results(routed_experts_fp8, order, given, **options, keep_codes=True)
@@ -141,38 +137,6 @@ def test_gaps_tails_and_sorted_rows_change_no_bit(beside, dtype, powers, all_in_
     assert torch.equal(out, found[0])
     grads = torch.autograd.grad(out, [rows, *given[1:]], torch.randn(T, D).to(dtype))
     assert all(map(torch.equal, grads[1:], found[2:]))
-
-
-@pytest.mark.parametrize("all_in_fp8", [False, True])
-@pytest.mark.parametrize("powers", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("places", [("WEIGHT",), ("WEIGHT", "TRANSPOSE")], ids="-".join)
-def test_weights_quantized_beside_products_change_no_bit(
-    places, transposed, powers, all_in_fp8, monkeypatch
-):
-    torch.manual_seed(1)
-    order, given = route_rows(ROUTINGS["random"](), E), leaves(BF16)
-    if transposed:
-        weights = (w.detach().mT.contiguous().mT.requires_grad_() for w in given[2:])
-        given = [*given[:2], *weights]
-    options = dict(powers=powers, weight_gradients=all_in_fp8, keep_codes=True)
-    expected = results(routed_experts_fp8, order, given, **options)
-    calls = []
-    op = fp8.grouped_gemm_fp8_quantizing
-    monkeypatch.setattr(
-        fp8, "grouped_gemm_fp8_quantizing", lambda *args: calls.append(args[7]) or op(*args)
-    )
-    for place in places:
-        monkeypatch.setattr(experts_in_fp8, f"{place}_BESIDE_FROM", 0)
-    found = results(routed_experts_fp8, order, given, **options)
-    assert all(map(torch.equal, found, expected))
-    assert [factors is not None for factors in calls] == [False, True][: len(places)]
-    without_codes = options | {"keep_codes": False}
-    assert all(map(torch.equal, results(routed_experts_fp8, order, given, **without_codes), found))
-    with unchanged_weights():
-        again = results(routed_experts_fp8, order, given, **options)
-    assert all(map(torch.equal, again, found))
-    assert len(calls) == len(places)
 
 
 def test_autocast_casts_tokens_alone():

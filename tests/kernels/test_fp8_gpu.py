@@ -15,7 +15,6 @@ import fp8_products
 from kernel_check import error
 from moe_graphs.kernels import RowOrder, route_rows, routed_experts
 from moe_graphs.kernels.gpu_architectures import architecture_of
-from moe_graphs.kernels.routed_experts import fp8 as experts_in_fp8
 from moe_graphs.kernels.routed_experts.fp8 import routed_experts_fp8
 from replays import check_replays
 
@@ -101,30 +100,6 @@ def test_nothing_depends_on_memory_that_nobody_wrote(routing, gaps, all_in_fp8):
     assert all(x.isfinite().all() for x in found)
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, again, expected))
-
-
-@pytest.mark.parametrize("powers", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("gaps", [False, True])
-@pytest.mark.parametrize("routing", ["uniform", "zipf", "empty experts", "one takes all"])
-def test_work_beside_products_has_the_same_bits(routing, gaps, transposed, powers, monkeypatch):
-    torch.manual_seed(1)
-    experts_TK = ROUTINGS[routing]()
-    order = padded(experts_TK, 1.1, 100) if gaps else route_rows(experts_TK, E)
-    given, grad = leaves(experts_TK), torch.randn(len(experts_TK), D, device="cuda").to(BF16)
-    if transposed:
-        weights = (w.detach().mT.contiguous().mT.requires_grad_() for w in given[2:])
-        given = [*given[:2], *weights]
-    options = dict(keep_codes=True, weight_gradients=True, powers=powers)
-    expected = results(order, given, grad, **options)
-    for place in ("WEIGHT", "TRANSPOSE", "COLUMNS"):
-        monkeypatch.setattr(experts_in_fp8, f"{place}_BESIDE_FROM", 0)
-        torch.use_deterministic_algorithms(True)  # fresh tensors are full of NaN
-        try:
-            found = results(order, given, grad, **options)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert all(map(torch.equal, found, expected)), place
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

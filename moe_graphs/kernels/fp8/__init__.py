@@ -14,7 +14,6 @@ blocks of a row, P rows of experts that each begin at a multiple of 128.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -248,7 +247,7 @@ def quantized_weights(w_EKN: Tensor, powers: bool = False) -> Weights:
     if has_kernel(w_EMN):
         from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 
-        lying, flipped = _pairs(fp8_triton.fp8_weights(w_EMN, not flip, flip, powers)[:4])
+        lying, flipped = _pairs(fp8_triton.fp8_weights(w_EMN, not flip, flip, powers))
         return flipped if flip else lying
     return Weights(*reference.quantized_weights(w_EMN, flip, powers))
 
@@ -267,91 +266,13 @@ def _both(w_EKN: Tensor, powers: bool) -> tuple[Weights, Weights]:
     if has_kernel(w_EMN):
         from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
 
-        lying, flipped = _pairs(fp8_triton.fp8_weights(w_EMN, True, True, powers)[:4])
+        lying, flipped = _pairs(fp8_triton.fp8_weights(w_EMN, True, True, powers))
         return (flipped, lying) if flip else (lying, flipped)
     return quantized_weights(w_EKN, powers), quantized_weights(w_EKN.mT, powers)
 
 
-def _pairs(made: Sequence[Tensor]) -> tuple[Weights, Weights]:
+def _pairs(made: tuple[Tensor, ...]) -> tuple[Weights, Weights]:
     return Weights(*made[:2]), Weights(*made[2:])
-
-
-def quantized_at_first(w_EKN: Tensor, powers: bool = False) -> tuple[Weights, Tensor]:
-    """A weight in FP8, and what ``product_and_transpose`` needs to quantize its transpose later.
-
-    That are the factors of its blocks, as the contiguous one of both lies; on the CPU nothing.
-    """
-    flip = w_EKN.is_contiguous()
-    w_EMN = w_EKN if flip else w_EKN.mT.contiguous()
-    if has_kernel(w_EMN):
-        from moe_graphs.kernels.fp8 import triton_kernels as fp8_triton
-
-        *made, factors = fp8_triton.fp8_weights(w_EMN, not flip, flip, powers)
-        return _pairs(made)[flip], factors
-    return quantized_weights(w_EKN, powers), w_EMN.new_empty(0, dtype=torch.float32)
-
-
-def product_and_columns(
-    rows: Rows,
-    weights: Weights,
-    offsets_E: Tensor,
-    dtype: torch.dtype,
-    others: Sequence[Rows],
-    tokens: tuple[Rows, Tensor, int] | None = None,
-) -> tuple[Tensor, list[Columns]]:
-    """``product``, and the columns of other rows in the same order, in one kernel.
-
-    Args:
-        others: rows whose scales are powers of two.
-        tokens: their columns in these rows come last: tokens, the order of their pairs, top-k.
-    """
-    sources = [each for other in others for each in other]
-    order_R, top_k = None, 1
-    if tokens is not None:
-        of_tokens, order_R, top_k = tokens
-        sources += of_tokens
-    given = *rows, *weights, offsets_E, dtype, sources, order_R, top_k
-    out, *made = grouped_gemm_fp8_turning(*given)
-    return out, [Columns(*made[i : i + 2]) for i in range(0, len(made), 2)]
-
-
-def product_and_transpose(
-    rows: Rows,
-    weights: Weights,
-    offsets_E: Tensor,
-    dtype: torch.dtype,
-    w_EKN: Tensor,
-    scales: Tensor,
-    factors: Tensor,
-    powers: bool = False,
-) -> tuple[Tensor, Weights]:
-    """``product`` of at least one row, and the transpose of another weight in FP8, in one kernel.
-
-    Args:
-        scales, factors: those of that weight by ``quantized_at_first``.
-    """
-    flip = w_EKN.is_contiguous()
-    w_EMN = w_EKN if flip else w_EKN.mT.contiguous()
-    given = *rows, *weights, offsets_E, dtype, w_EMN, factors, flip, not flip, powers
-    out, *made = grouped_gemm_fp8_quantizing(*given)
-    return out, Weights(made[0 if flip else 2], scales.mT.contiguous())
-
-
-def product_and_weights(
-    rows: Rows,
-    weights: Weights,
-    offsets_E: Tensor,
-    dtype: torch.dtype,
-    w_EKN: Tensor,
-    powers: bool = False,
-) -> tuple[Tensor, Weights, Weights]:
-    """``product`` of at least one row, and ``quantized_twice`` of another weight, in one kernel."""
-    flip = w_EKN.is_contiguous()
-    w_EMN = w_EKN if flip else w_EKN.mT.contiguous()
-    given = *rows, *weights, offsets_E, dtype, w_EMN, None, True, True, powers
-    out, *made = grouped_gemm_fp8_quantizing(*given)
-    lying, flipped = _pairs(made)
-    return (out, flipped, lying) if flip else (out, lying, flipped)
 
 
 def product(rows: Rows, weights: Weights, offsets_E: Tensor, dtype: torch.dtype) -> Tensor:
@@ -401,112 +322,6 @@ def _(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype):
 @torch.library.register_fake("moe_graphs::grouped_gemm_fp8")
 def _(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype):
     return codes_RK.new_empty(codes_RK.shape[0], w_codes_ENK.shape[1], dtype=dtype)
-
-
-@define_op()
-def grouped_gemm_fp8_turning(
-    codes_RK: Tensor,
-    scales_GR: Tensor,
-    w_codes_ENK: Tensor,
-    w_scales: Tensor,
-    offsets_E: Tensor,
-    dtype: torch.dtype,
-    sources: Sequence[Tensor],
-    order_R: Tensor | None,
-    top_k: int,
-) -> list[Tensor]:
-    """A product, and codes and scales of the columns of each source.
-
-    Sources are codes and scales of rows, by turns; with an order the last ones are of tokens.
-    """
-    out = reference.grouped_gemm(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype)
-    made = [out]
-    for codes, scales, by, k in _sources_of(sources, order_R, top_k):
-        made += fp8_columns(codes, scales, by, offsets_E, len(codes_RK), k, False)[:2]
-    return made
-
-
-@torch.library.impl("moe_graphs::grouped_gemm_fp8_turning", "cuda")
-def _(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype, sources, order_R, top_k):
-    from moe_graphs.kernels.gemm.heuristics import Turning
-    from moe_graphs.kernels.gemm.launch import matmul_rows_fp8
-
-    rows, jobs = len(codes_RK), list(_sources_of(sources, order_R, top_k))
-    made = [_columns_like(*job[:2], offsets_E, rows, False)[:2] for job in jobs]
-    beside = Turning([job[:3] for job in jobs], made, top_k)
-    given = codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype
-    out = matmul_rows_fp8(*given, beside=beside)
-    return [out, *(each for columns in made for each in columns)]
-
-
-@torch.library.register_fake("moe_graphs::grouped_gemm_fp8_turning")
-def _(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype, sources, order_R, top_k):
-    made = [codes_RK.new_empty(codes_RK.shape[0], w_codes_ENK.shape[1], dtype=dtype)]
-    for job in _sources_of(sources, order_R, top_k):
-        made += _columns_like(*job[:2], offsets_E, codes_RK.shape[0], False)[:2]
-    return made
-
-
-def _sources_of(
-    sources: Sequence[Tensor], order_R: Tensor | None, top_k: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None, int]]:
-    for i in range(0, len(sources), 2):
-        is_tokens = order_R is not None and i + 2 == len(sources)
-        by = (order_R, top_k) if is_tokens else (None, 1)
-        yield sources[i], sources[i + 1], *by
-
-
-@define_op()
-def grouped_gemm_fp8_quantizing(
-    codes_RK: Tensor,
-    scales_GR: Tensor,
-    w_codes_ENK: Tensor,
-    w_scales: Tensor,
-    offsets_E: Tensor,
-    dtype: torch.dtype,
-    other_EMN: Tensor,
-    factors: Tensor | None,
-    lying: bool,
-    flipped: bool,
-    powers: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A product, and codes and scales of another weight: as it lies, and transposed.
-
-    Both are wanted, or one of them. Then its factors are known, and scales are empty.
-    """
-    out = reference.grouped_gemm(codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype)
-    made = reference.codes_of_weights(other_EMN, lying, flipped, lying and flipped)
-    for flip, wanted, into in ((False, lying, made[:2]), (True, flipped, made[2:])):
-        if wanted:
-            codes, scales = reference.quantized_weights(other_EMN, flip, powers)
-            into[0].copy_(codes)
-            if into[1].numel():
-                into[1].copy_(scales)
-    return out, *made
-
-
-@torch.library.impl("moe_graphs::grouped_gemm_fp8_quantizing", "cuda")
-def _(
-    codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype, other_EMN, factors, lying,
-    flipped, powers,
-):  # fmt: skip
-    from moe_graphs.kernels.gemm.heuristics import Quantizing
-    from moe_graphs.kernels.gemm.launch import matmul_rows_fp8
-
-    made = reference.codes_of_weights(other_EMN, lying, flipped, lying and flipped)
-    codes, scales, codes_again, scales_again = (each if each.numel() else None for each in made)
-    beside = Quantizing(other_EMN, codes, scales, codes_again, scales_again, factors, powers)
-    given = codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype
-    return matmul_rows_fp8(*given, beside=beside), *made
-
-
-@torch.library.register_fake("moe_graphs::grouped_gemm_fp8_quantizing")
-def _(
-    codes_RK, scales_GR, w_codes_ENK, w_scales, offsets_E, dtype, other_EMN, factors, lying,
-    flipped, powers,
-):  # fmt: skip
-    out = codes_RK.new_empty(codes_RK.shape[0], w_codes_ENK.shape[1], dtype=dtype)
-    return out, *reference.codes_of_weights(other_EMN, lying, flipped, lying and flipped)
 
 
 @define_op()

@@ -96,20 +96,6 @@ def quantized_weights(w_EMN: Tensor, flip: bool, powers: bool) -> tuple[Tensor, 
     return codes, scales
 
 
-def codes_of_weights(
-    w_EMN: Tensor, lying: bool, flipped: bool, scaled: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for codes and scales of a weight, as it lies and transposed; empty if not wanted."""
-    E, M, N = w_EMN.shape
-    m, n = M // BLOCK, N // BLOCK
-    return (
-        w_EMN.new_empty((E, M, N) if lying else (0,), dtype=CODE),
-        w_EMN.new_empty((E, m, n) if lying and scaled else (0,), dtype=torch.float32),
-        w_EMN.new_empty((E, N, M) if flipped else (0,), dtype=CODE),
-        w_EMN.new_empty((E, n, m) if flipped and scaled else (0,), dtype=torch.float32),
-    )
-
-
 def grouped_gemm_wgrad(
     codes_MP: Tensor,
     scales_x: Tensor,

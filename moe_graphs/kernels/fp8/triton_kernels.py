@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_graphs.kernels.fp8.reference import CODE, codes_of_weights
+from moe_graphs.kernels.fp8.reference import CODE
 from moe_graphs.kernels.fp8.reference import LARGEST as LARGEST_OF_E4M3
 from moe_graphs.kernels.fp8.reference import SMALLEST as SMALLEST_SCALE
 from moe_graphs.kernels.fp8.reference import TINY as TINY_BLOCK
@@ -291,13 +291,10 @@ def fp8_columns_kernel(
 
 @triton.jit
 def fp8_weights_kernel(
-    w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr, factors_ptr, M, N,
+    w_ptr, codes_ptr, scales_ptr, flipped_ptr, flipped_scales_ptr, M, N,
     LYING: tl.constexpr, FLIPPED: tl.constexpr, POWERS: tl.constexpr,
 ):  # fmt: skip
-    """One block of one expert, as it lies, transposed, or both. Grid (N / BLOCK, M / BLOCK, E).
-
-    Without LYING or FLIPPED the factor is written, for codes that are made later.
-    """
+    """One block of one expert, as it lies, transposed, or both. Grid (N / BLOCK, M / BLOCK, E)."""
     e = tl.program_id(2).to(tl.int64)
     m, n = tl.program_id(1), tl.program_id(0)
     word, lane = tl.arange(0, WORDS), tl.arange(0, BLOCK)
@@ -315,17 +312,14 @@ def fp8_weights_kernel(
         if LYING:
             tl.store(codes_ptr + at + i * N, codes)
         codes_of += (codes.to(tl.uint8, bitcast=True),)
-    here = (e * (M // BLOCK) + m) * (N // BLOCK) + n
     if LYING:
-        tl.store(scales_ptr + here, scale)
+        tl.store(scales_ptr + (e * (M // BLOCK) + m) * (N // BLOCK) + n, scale)
     if FLIPPED:
         words = in_words(codes_of[0], codes_of[1], codes_of[2], codes_of[3])
         line = (e * N + n * BLOCK + lane)[:, None] * (M // 4)
         to = flipped_ptr.to(tl.pointer_type(tl.uint32)) + line + (m * WORDS + word)[None, :]
         tl.store(to, tl.trans(words))
         tl.store(flipped_scales_ptr + (e * (N // BLOCK) + n) * (M // BLOCK) + m, scale)
-    if not LYING or not FLIPPED:
-        tl.store(factors_ptr + here, factor)
 
 
 @define_op(device="default")
@@ -440,10 +434,10 @@ def columns(
 @define_op(device="default")
 def fp8_weights(
     w_EMN: torch.Tensor, lying: bool, flipped: bool, powers: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`reference.quantized_weights` as they lie, and transposed; empty where it is not wanted.
 
-    `w_EMN` is contiguous. The last result has its blocks' factors, if one of both is not wanted.
+    `w_EMN` is contiguous.
     """
     made = _codes_of_weights(w_EMN, lying, flipped)
     if w_EMN.numel():
@@ -500,11 +494,15 @@ def _codes_of_rows(
 
 def _codes_of_weights(
     w_EMN: torch.Tensor, lying: bool, flipped: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     E, M, N = w_EMN.shape
-    of_blocks = (0,) if lying and flipped else (E, M // BLOCK.value, N // BLOCK.value)
-    factors = w_EMN.new_empty(of_blocks, dtype=torch.float32)
-    return *codes_of_weights(w_EMN, lying, flipped), factors
+    m, n = M // BLOCK.value, N // BLOCK.value
+    return (
+        w_EMN.new_empty((E, M, N) if lying else (0,), dtype=CODE),
+        w_EMN.new_empty((E, m, n) if lying else (0,), dtype=torch.float32),
+        w_EMN.new_empty((E, N, M) if flipped else (0,), dtype=CODE),
+        w_EMN.new_empty((E, n, m) if flipped else (0,), dtype=torch.float32),
+    )
 
 
 def _results_like(

@@ -6,9 +6,8 @@ mean of 13 shapes on an H200. That is noise, so nothing is tuned at run time.
 
 import functools
 import importlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,46 +21,6 @@ LONG_SUM = 4096
 GATHERING_PROGRAMS = 3
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # operands of a product: rows [R, K], and matrices
-
-
-class Quantizing(NamedTuple):
-    """A weight [E, M, N] that a product in FP8 quantizes meanwhile, and where codes are written.
-
-    Attributes:
-        codes, flipped: as the weight lies, and transposed.
-        factors: fp32 [E, M / 128, N / 128]. Where they are known, one of both codes is made, and
-            without scales.
-        powers: scales are powers of two.
-    """
-
-    w: torch.Tensor
-    codes: torch.Tensor | None
-    scales: torch.Tensor | None
-    flipped: torch.Tensor | None
-    flipped_scales: torch.Tensor | None
-    factors: torch.Tensor | None
-    powers: bool
-
-    @property
-    def kind(self) -> str:
-        """What ``sm90_quantize`` does."""
-        if self.factors is None:
-            return "both"
-        return "flipped" if self.codes is None else "lying"
-
-
-class Turning(NamedTuple):
-    """Codes of rows that a product in FP8 of the same rows turns into columns meanwhile.
-
-    Attributes:
-        sources: codes [R, columns], scales [columns / 128, R] and None; or those of tokens with
-            the order of their pairs [R].
-        results: codes [columns, P] and scales [columns / 128, P / 128].
-    """
-
-    sources: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-    results: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    top_k: int
 
 
 @dataclass(frozen=True)

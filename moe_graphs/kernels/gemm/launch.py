@@ -19,8 +19,6 @@ from moe_graphs.kernels.gemm.heuristics import (
     GATHERING_PROGRAMS,
     LONG_SUM,
     Pair,
-    Quantizing,
-    Turning,
     Variant,
     accumulate_mode,
     choose_rows,
@@ -151,7 +149,6 @@ def matmul_rows_fp8(
     *,
     out: torch.Tensor | None = None,
     variant: Variant | None = None,
-    beside: Quantizing | Turning | None = None,
 ) -> torch.Tensor:
     """``matmul_rows`` of operands in FP8 (`kernels.fp8`), which both lie along K; Hopper alone.
 
@@ -159,7 +156,6 @@ def matmul_rows_fp8(
         scales_GR: fp32 [K / 128, R]. Of rows past the last end it may hold anything.
         w_scales: fp32 [E, N / 128, K / 128].
         dtype: bf16 or fp16, of ``out``.
-        beside: another weight, which is quantized meanwhile, or rows that are turned into columns.
     """
     (rows, _), device = codes_RK.shape, codes_RK.device
     N = w_codes_ENK.shape[1]
@@ -172,7 +168,7 @@ def matmul_rows_fp8(
         grid = sm_count(device)
         work = row_tiles(offsets_E, rows, v.block_m)
         operands = codes_RK, scales_GR, w_codes_ENK, w_scales
-        kernels.fp8_rows_launch(v, *operands, out, work, grid, beside).run()
+        kernels.fp8_rows_launch(v, *operands, out, work, grid).run()
     return out
 
 

@@ -18,8 +18,6 @@ Consumers that read the scales from memory themselves would wait for them.
 
 A tile's left half is stored while the last product of its right half runs, and the right half while
 the first product of the next tile runs.
-
-Three more warps may quantize another weight meanwhile (sm90_quantize).
 """
 
 from typing import Any, NamedTuple
@@ -37,8 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_graphs.kernels.gemm.heuristics import Quantizing, Turning, Variant
-from moe_graphs.kernels.gemm.sm90_columns import Job, turn_columns
+from moe_graphs.kernels.gemm.heuristics import Variant
 from moe_graphs.kernels.gemm.sm90_common import (
     boxes_of,
     make_barriers,
@@ -51,7 +48,6 @@ from moe_graphs.kernels.gemm.sm90_common import (
     tile_constants,
     tma_load,
 )
-from moe_graphs.kernels.gemm.sm90_quantize import Weight, quantize
 from moe_graphs.kernels.gemm.sm90_rows import Barriers, Kind, Work, record_of
 from moe_graphs.kernels.gemm.tile_scheduler import COUNT_RECORDS, WorkList
 from moe_graphs.kernels.launching import Launch
@@ -278,16 +274,10 @@ def _consume(out_desc, work, ring, out_buffers, barriers, ME: gl.constexpr, KIND
 @gluon.jit
 def fp8_rows_gluon_kernel(
     x_desc, x_scales_ptr, stride, w_desc, w_scales_ptr, out_desc, records_ptr, count_ptr, N, K,
-    beside, P,
     PINGPONG: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, GRID: gl.constexpr, BESIDE: gl.constexpr, POWERS: gl.constexpr,
-    JOBS: gl.constexpr, TOP_K: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, GRID: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4.
-
-    BESIDE: "", "columns" of the JOBS in `beside`, which are P long, or what is done with the weight
-    in `beside`.
-    """
+    """Persistent over the tiles of `records` x column tiles; grid (GRID,), num_warps=4."""
     KIND: gl.constexpr = Kind(BLOCK_M, BLOCK_N, BLOCK_K, STAGES, True, PINGPONG, False, 0, 0, GRID)
     ring = ring_of(x_desc, w_desc, BLOCK_M, STAGES)
     out_buffers = boxes_of(out_desc, 2)
@@ -301,42 +291,15 @@ def fp8_rows_gluon_kernel(
     work = Work(records_ptr, total, total, 0, steps, tiles_n, steps)
     barriers = Barriers(full, empty, turn)
     scales = Scales(x_scales_ptr, stride, w_scales_ptr, N // BLOCK)
-    if BESIDE == "":
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, work, ring, out_buffers, barriers, 0, KIND)),
-                (_consume, (out_desc, work, ring, out_buffers, barriers, 1, KIND)),
-                (_produce, (x_desc, w_desc, scales, work, ring, barriers, KIND)),
-            ],
-            worker_num_warps=[4, 1],
-            worker_num_regs=[240, 24],
-        )
-    elif BESIDE == "columns":
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, work, ring, out_buffers, barriers, 0, KIND)),
-                (_consume, (out_desc, work, ring, out_buffers, barriers, 1, KIND)),
-                (_produce, (x_desc, w_desc, scales, work, ring, barriers, KIND)),
-                (turn_columns, (beside, records_ptr, count_ptr, P, 0, GRID, JOBS, TOP_K)),
-                (turn_columns, (beside, records_ptr, count_ptr, P, 1, GRID, JOBS, TOP_K)),
-                (turn_columns, (beside, records_ptr, count_ptr, P, 2, GRID, JOBS, TOP_K)),
-            ],
-            worker_num_warps=[4, 1, 1, 1, 1],
-            worker_num_regs=[216, 72, 72, 72, 72],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (out_desc, work, ring, out_buffers, barriers, 0, KIND)),
-                (_consume, (out_desc, work, ring, out_buffers, barriers, 1, KIND)),
-                (_produce, (x_desc, w_desc, scales, work, ring, barriers, KIND)),
-                (quantize, (beside, 0, GRID, BESIDE, POWERS)),
-                (quantize, (beside, 1, GRID, BESIDE, POWERS)),
-                (quantize, (beside, 2, GRID, BESIDE, POWERS)),
-            ],
-            worker_num_warps=[4, 1, 1, 1, 1],
-            worker_num_regs=[216, 72, 72, 72, 72],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (out_desc, work, ring, out_buffers, barriers, 0, KIND)),
+            (_consume, (out_desc, work, ring, out_buffers, barriers, 1, KIND)),
+            (_produce, (x_desc, w_desc, scales, work, ring, barriers, KIND)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )
 
 
 def fp8_rows_launch(
@@ -348,31 +311,16 @@ def fp8_rows_launch(
     out_RN: torch.Tensor,
     work: WorkList,
     grid: int,
-    beside: Quantizing | Turning | None = None,
 ) -> Launch:
     """The launch of the kernel over `work`, whose row tiles have `v.block_m` rows.
 
     `x_scales` fp32 [K / 128, R], `w_scales` fp32 [E, N / 128, K / 128].
     """
-    given: Any = None
-    kind: dict[str, Any] = {"BESIDE": "", "POWERS": False, "JOBS": 0, "TOP_K": 1}
-    P = 0
-    if isinstance(beside, Quantizing):
-        _, M, N = beside.w.shape
-        given = Weight(*beside[:6], beside.w.numel() // BLOCK.value**2, M, N)
-        kind |= {"BESIDE": beside.kind, "POWERS": beside.powers}
-    elif beside is not None:
-        jobs = zip(beside.sources, beside.results, strict=True)
-        given = tuple(
-            Job(*source, *result, source[0].shape[1], len(source[0])) for source, result in jobs
-        )
-        P = beside.results[0][0].shape[1]
-        kind |= {"BESIDE": "columns", "JOBS": len(given), "TOP_K": beside.top_k}
     args = (
         ragged_descriptor(x_RK, (v.block_m, v.block_k)), x_scales, x_scales.shape[1],
         matrix_descriptor(w_ENK, (v.block_n, v.block_k)), w_scales,
         ragged_descriptor(out_RN, (v.block_m // 2, 128)),
-        work.records, work.count, out_RN.shape[1], x_RK.shape[1], given, P,
+        work.records, work.count, out_RN.shape[1], x_RK.shape[1],
     )  # fmt: skip
-    kind |= {"PINGPONG": v.pingpong} | tile_constants(v, grid)
+    kind = {"PINGPONG": v.pingpong} | tile_constants(v, grid)
     return Launch(fp8_rows_gluon_kernel, grid, args, kind)

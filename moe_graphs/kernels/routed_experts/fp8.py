@@ -22,7 +22,6 @@ Shapes: T tokens, K top-k, R routed rows, D model, F ffn, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +35,7 @@ from moe_graphs.kernels.fp8 import (
     columns_of,
     gradient_of_weights,
     product,
-    product_and_columns,
-    product_and_transpose,
-    product_and_weights,
     quantized,
-    quantized_at_first,
     quantized_twice,
     quantized_weights,
     rows_for_products,
@@ -55,14 +50,6 @@ from moe_graphs.kernels.gemm import is_transposed
 from moe_graphs.kernels.ops import wants_gradient
 from moe_graphs.kernels.permute import collect_rows, spread_rows
 from moe_graphs.kernels.row_order import RowOrder
-from moe_graphs.weight_codes import is_open
-
-# Rows of an expert on average from which a product takes long enough to quantize a weight beside
-# it: the second weight beside the first product, and the first one's transpose beside the second.
-WEIGHT_BESIDE_FROM = 448
-TRANSPOSE_BESIDE_FROM = 896
-# The same for columns beside the products of the backward.
-COLUMNS_BESIDE_FROM = 448
 
 
 def routed_experts_fp8(
@@ -122,40 +109,18 @@ class _ExpertsInFP8(torch.autograd.Function):
         ctx.in_fp8 = weight_gradients and any(ctx.needs_input_grad[2:4])
         indices = order_R, inverse_TK, offsets_E
         keep_codes = keep_codes and any(ctx.needs_input_grad[:4])
-        again1: Sequence[Tensor | None]
-        again2: Sequence[Tensor | None]
         quantized_for: Callable[..., tuple[Weights, Sequence[Tensor | None]]]
         quantized_for = quantized_twice if keep_codes else _once
-        each, dtype = order_R.numel() // len(w1_ED2F), tokens_XD.dtype
-        beside = keep_codes and not is_open() and w1_ED2F.itemsize == w2_EFD.itemsize == 2
-        w1_beside = beside and each >= TRANSPOSE_BESIDE_FROM
-        w2_beside = beside and each >= WEIGHT_BESIDE_FROM
-        if w1_beside:
-            w1, factors = quantized_at_first(w1_ED2F, powers)
-        else:
-            w1, again1 = quantized_for(w1_ED2F, powers)
-        rows = _rows_of_tokens(tokens_XD, *indices, *ctx.options)
-        if w2_beside:
-            gate_up_R2F, w2, again2 = product_and_weights(
-                rows, w1, offsets_E, dtype, w2_EFD, powers
-            )
-        else:
-            gate_up_R2F = product(rows, w1, offsets_E, dtype)
-        scales1 = w1.scales
+        w1, again1 = quantized_for(w1_ED2F, powers)
+        gate_up_R2F = _gate_and_up(tokens_XD, w1, *indices, *ctx.options)
         del w1
         rows = swiglu_quantized(gate_up_R2F, ctx.options[-1])
+        w2, again2 = quantized_for(w2_EFD, powers)
         kept = None if recompute else gate_up_R2F
-        del gate_up_R2F
-        if not w2_beside:
-            w2, again2 = quantized_for(w2_EFD, powers)
-        if w1_beside:
-            rows_RD, again1 = product_and_transpose(
-                rows, w2, offsets_E, dtype, w1_ED2F, scales1, factors, powers
-            )
-        else:
-            rows_RD = product(rows, w2, offsets_E, dtype)
         given = tokens_XD, weights_TK, w1_ED2F, w2_EFD
         ctx.save_for_backward(*given, kept, *again1, *again2, *indices)
+        del gate_up_R2F
+        rows_RD = product(rows, w2, offsets_E, tokens_XD.dtype)
         return collect_rows(rows_RD, inverse_TK, weights_TK, has_gaps)
 
     @staticmethod
@@ -168,49 +133,26 @@ class _ExpertsInFP8(torch.autograd.Function):
         wants_tokens, wants_weights, wants_w1, wants_w2 = (wants_gradient(ctx, i) for i in range(4))
         dtype = tokens_XD.dtype
         if gate_up_R2F is None:
-            rows = _rows_of_tokens(tokens_XD, *indices, *ctx.options)
-            gate_up_R2F = product(rows, quantized_weights(w1_ED2F, powers), offsets_E, dtype)
-        is_beside = ctx.in_fp8 and wants_tokens and wants_w1 and wants_w2
-        is_beside &= order_R.numel() // len(offsets_E) >= COLUMNS_BESIDE_FROM
-        grad_RD: Operand
-        rows_RD: Operand
-        w2 = _transposed(w2_EFD, codes2, powers)
-        if is_beside:
-            rows, _ = spread_quantized(
-                grad_TD, order_R, inverse_TK, has_gaps, with_rows=False, powers=of_rows
-            )
-            grad_RF, (grad_RD,) = product_and_columns(rows, w2, offsets_E, dtype, [rows])
-        else:
-            rows, grad_RD = _spread(grad_TD, indices, has_gaps, ctx.in_fp8, wants_w2, of_rows)
-            grad_RF = product(rows, w2, offsets_E, dtype)
-        del w2
+            w1 = quantized_weights(w1_ED2F, powers)
+            gate_up_R2F = _gate_and_up(tokens_XD, w1, *indices, *ctx.options)
+            del w1
+        rows, grad_RD = _spread(grad_TD, indices, has_gaps, ctx.in_fp8, wants_w2, of_rows)
+        grad_RF = product(rows, _transposed(w2_EFD, codes2, powers), offsets_E, dtype)
         grad_weights, rows, grad_R2F, weighted_RF = _swiglu_backward(
             gate_up_R2F, grad_RF, weights_TK, indices, has_gaps, ctx.in_fp8,
-            wants_w1 or wants_w2, of_rows, columns=not is_beside,
+            wants_w1 or wants_w2, of_rows,
         )  # fmt: skip
         del gate_up_R2F, grad_RF
         grad_w2 = grad_w1 = grad_tokens = None
-        if is_beside:
-            tokens = quantized(tokens_XD, True)
-            others, by = [rows, weighted_RF], (tokens, order_R, inverse_TK.shape[1])
-            given = ([*others, tokens], None) if is_sorted else (others, by)
-            w1 = _transposed(w1_ED2F, codes1, powers)
-            grad_tokens, (grad_R2F, weighted_RF, rows_RD) = product_and_columns(
-                rows, w1, offsets_E, dtype, *given
-            )
-            del w1
-            if not is_sorted:
-                grad_tokens = collect_rows(grad_tokens, inverse_TK, None, has_gaps)
         if wants_w2:
             grad_w2 = _of_weights(weighted_RF, grad_RD, w2_EFD, offsets_E, order_R, dtype)
         del weighted_RF, grad_RD
         if wants_w1:
-            if not is_beside:
-                rows_RD = _tokens(tokens_XD, indices, has_gaps, ctx.in_fp8, is_sorted)
+            rows_RD = _tokens(tokens_XD, indices, has_gaps, ctx.in_fp8, is_sorted)
             grad_w1 = _of_weights(rows_RD, grad_R2F, w1_ED2F, offsets_E, order_R, dtype)
             del rows_RD
         del grad_R2F
-        if wants_tokens and not is_beside:
+        if wants_tokens:
             w1 = _transposed(w1_ED2F, codes1, powers)
             grad_tokens = product(rows, w1, offsets_E, dtype)
             if not is_sorted:
@@ -243,17 +185,11 @@ def _swiglu_backward(
     in_fp8: bool,
     wanted: bool,
     powers: bool,
-    columns: bool,
-) -> tuple[Tensor, Rows, Any, Any]:
-    """The routing weights' gradient, rows of dH in FP8, and the operands dH and s * A.
-
-    Without `columns` these are rows in FP8 still.
-    """
+) -> tuple[Tensor, Rows, Operand, Operand]:
+    """The routing weights' gradient, rows of dH in FP8, and the operands dH and s * A."""
     given = gate_up_R2F, grad_RF, weights_TK, *indices[:2], has_gaps
     if in_fp8 and wanted:
         grad_TK, rows, of_result = weighted_swiglu_backward_all_quantized(*given, powers=powers)
-        if not columns:
-            return grad_TK, rows, rows, of_result
         return grad_TK, rows, columns_of(rows, indices[2]), columns_of(of_result, indices[2])
     grad_R2F, grad_TK, weighted_RF, rows = weighted_swiglu_backward_quantized(
         *given, with_result=wanted, powers=powers
@@ -303,16 +239,20 @@ def _transposed(w_EKN: Tensor, kept: Sequence[Tensor | None], powers: bool) -> W
     return Weights(codes, scales)
 
 
-def _rows_of_tokens(
+def _gate_and_up(
     tokens_XD: Tensor,
+    w1: Weights,
     order_R: Tensor,
     inverse_TK: Tensor,
     offsets_E: Tensor,
     has_gaps: bool,
     is_sorted: bool,
     powers: bool,
-) -> Rows:
+) -> Tensor:
+    rows: Rows
     if is_sorted:
-        return quantized(tokens_XD, powers)
-    spread = order_R, inverse_TK, has_gaps
-    return spread_quantized(tokens_XD, *spread, with_rows=False, powers=powers)[0]
+        rows = quantized(tokens_XD, powers)
+    else:
+        spread = order_R, inverse_TK, has_gaps
+        rows, _ = spread_quantized(tokens_XD, *spread, with_rows=False, powers=powers)
+    return product(rows, w1, offsets_E, tokens_XD.dtype)
