@@ -317,18 +317,26 @@ def test_on_a_gpu(modules, tmp_path):
         assert timeline["kernel_launches"] == pytest.approx(single)
 
 
+# The contenders of each model.
+WHOLE_STEPS = {
+    "launch_bound": 6,
+    "llama": 5,
+    "diffusion": 5,
+    "gpu_bound": 9,
+    "gpu_bound_even": 9,
+    "gpu_bound_zipf": 9,
+}
+
+
+def test_whole_steps_have_these_models_and_contenders(modules):
+    known = modules.full_iteration.settings()
+    found = {name: len(modules.full_iteration.contenders(name, False)) for name in known}
+    assert found == WHOLE_STEPS
+    assert sum(found.values()) == 43
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("model", "contenders"),
-    {
-        "launch_bound": 6,
-        "llama": 5,
-        "diffusion": 5,
-        "gpu_bound": 9,
-        "gpu_bound_even": 9,
-        "gpu_bound_zipf": 9,
-    }.items(),
-)
+@pytest.mark.parametrize(("model", "contenders"), WHOLE_STEPS.items())
 def test_whole_steps_on_a_gpu(modules, tmp_path, model, contenders):
     out = tmp_path / "rows.jsonl"
     tiny = ["--tiny", "--rounds", "1", "--models", model]

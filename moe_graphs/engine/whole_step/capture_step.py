@@ -90,6 +90,7 @@ def record_step(
         fsdp.check_settings(definition.model)
         definition.sharding.reshard()
         gc.collect()  # garbage is not collected while a capture runs
+        backend.make_room()  # memory cached by eager steps serves no other stream
         with StateBefore(definition, accessed) as before, backend.on_stream():
             with ranks.together():
                 prepared = _prepare(definition, batch, peak, trial_runs, before)
@@ -181,19 +182,19 @@ def _prepare(
         )
     entry = Entry.of_now()
     while True:  # trial runs may find attributes that are inputs, too
-        definition.backend.make_room()  # memory cached by eager steps serves no other stream
         static = StaticBatch.of(definition.given(batch), definition.backend.device)
         definition.backend.cache_piece(_with_room_for_gaps(peak))
         found_places = len(definition.assigned.places)
         seen = try_step(definition, static, before, trial_runs)
+        parameters = list(definition.parameters().values())
+        set_gradients(parameters, before.gradients)  # the runs' gradients lie in the piece
+        _free_cached_memory(definition.backend)
         if len(definition.assigned.places) == found_places:
             break
     definition.assigned.tried()
     before.first_step_state.check()
     check_streams(definition.model, seen.stale)
-    parameters = list(definition.parameters().values())
     found: Gradients = before.gradients
-    _free_cached_memory(definition.backend)
     if seen.touches_gradients:
         found = gradients_to_find(parameters, before.gradients, seen.dropped)
     set_gradients(parameters, found)
