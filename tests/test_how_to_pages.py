@@ -22,7 +22,14 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 # Trainer and Lightning warn that they would use more of this machine.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=pytest.mark.long if ON_TWO_RANKS in file.read_text() else ())
+        for file in PAGES
+    ],
+    ids=lambda file: file.stem,
+)
 def test_a_page_prints_what_it_shows(file, tmp_path, monkeypatch, capfd):
     page = file.read_text()
     for name in ("lightning", "transformers"):

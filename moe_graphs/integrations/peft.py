@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.engine.guards.introspection import is_intercepted
 from moe_graphs.kernels.routed_experts.lora import LoRA
 
 SUMMED = "PEFT adds its factors to the weights of all experts at every forward"
@@ -47,7 +47,7 @@ def why_summed(experts: nn.Module) -> str | None:
         return None
     base = wrappers[-1].base_layer
     for module in (*wrappers, base):
-        if any(hooks_of(module)) or "forward" in vars(module):
+        if is_intercepted(module):
             return "there are hooks or a forward on experts with LoRA"
     for wrapper in wrappers:
         weight = getattr(base, wrapper.parameter_name, None)  # none, or no parameter, in few bits

@@ -367,6 +367,7 @@ def test_routing_of_whole_steps(modules):
     assert loads[2] > 6
 
 
+@pytest.mark.long
 def test_transformers_model_with_even_routing(modules, tmp_path):
     out = tmp_path / "rows.jsonl"
     given = "--tiny --device cpu --models hf_4k,hf_4k_even --rounds 1 --contenders whole"

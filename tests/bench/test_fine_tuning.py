@@ -42,6 +42,7 @@ def test_unknown_rows_are_an_error(capsys):
     assert "attention_1m: known are attention_16k" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_one_contender_runs_with_fewer_layers(tmp_path):
     out, own = tmp_path / "lines.jsonl", fine_tuning.ACCELERATED
     given = ["--smoke", "--rows", "experts_16k", "--layers", "1", "--contenders", own]

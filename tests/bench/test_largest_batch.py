@@ -25,6 +25,7 @@ def test_the_search_finds_the_largest_multiple_that_fits(limit, start):
     assert len(tried) == len(set(tried)) <= 16
 
 
+@pytest.mark.long
 def test_a_line_for_each_kind(tmp_path):
     out = tmp_path / "lines.jsonl"
     assert main(["--smoke", "--out", str(out), "--commit", "c"]) == 0

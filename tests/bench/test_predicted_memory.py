@@ -60,6 +60,7 @@ def test_every_further_layer_takes_as_much(case, monkeypatch):
     assert found == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.long
 def test_rows_are_printed(capsys):
     predicted_memory.main(["--rows", "nf4_experts_16k", "--smoke"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

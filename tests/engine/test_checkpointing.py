@@ -346,7 +346,7 @@ def shard(rank, world_size, device, wrapped):
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.long), True])
 def test_whole_steps_of_sharded_models_checkpoint(backend, wrapped):
     device = "cuda" if backend == "nccl" else "cpu"
     for matched, missed, _ in run_distributed(shard, 2, backend, arguments=(device, wrapped)):

@@ -135,7 +135,9 @@ def test_projections_of_the_layers_between_are_in_fp8():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision", ["fp8", "fp8_powers", "fp8_rows"])
+@pytest.mark.parametrize(
+    "precision", ["fp8", pytest.param("fp8_powers", marks=pytest.mark.long), "fp8_rows"]
+)
 def test_graphs_are_bitwise_eager(device, precision):
     skip_unless_hopper(device)
     graphed = model(device, precision=precision)

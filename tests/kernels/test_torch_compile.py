@@ -20,8 +20,12 @@ from moe_graphs.kernels.availability import has_triton
 from op_cases import OpCase, op_cases
 
 NAMES = list(op_cases())
-# The heads of a rank with a norm are both of these and the slowest to trace.
+# The heads of a rank with a norm are both of these and the slowest to trace. Gaps and FP8 are in
+# others, too.
 LIKE_OTHERS = (
+    "unpermute with gaps",
+    "routed_experts, recomputed",
+    "routed_experts in FP8",
     "split_heads, norm per head",
     "split_heads, norm of all",
     "split_heads_by_rank",

@@ -551,6 +551,11 @@ def hooks_of(module: nn.Module) -> list[Hooks]:
     return [getattr(module, kind) for kind in OF_MODULES]
 
 
+def is_intercepted(module: nn.Module) -> bool:
+    """Whether a call of a module runs hooks, or another forward than that of its class."""
+    return any(hooks_of(module)) or "forward" in vars(module)
+
+
 def shown_hooks(dicts: Iterable[Hooks]) -> str:
     """Words for messages: which hooks there are, and whose they are."""
     found = [hook for hooks in dicts for hook in hooks.values()]

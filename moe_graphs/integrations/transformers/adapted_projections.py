@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.engine.guards.introspection import is_intercepted
 from moe_graphs.errors import GraphWarning
 from moe_graphs.integrations.transformers.changes import Change, Changes, makers_of
 from moe_graphs.integrations.transformers.decoding import theirs_in_decoding
@@ -64,7 +64,7 @@ def _why_own(module: Any) -> str | None:
             return "DoRA or another variant of LoRA"
         if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None:
             return "factors that are no plain matrices"
-        if any(any(hooks_of(each)) or "forward" in vars(each) for each in (base, a, b)):
+        if any(map(is_intercepted, (base, a, b))):
             return "hooks or a forward on the layer within or on a factor"
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.engine.guards.introspection import is_intercepted
 from moe_graphs.integrations.transformers.changes import Changes, lists_of_layers
 from moe_graphs.integrations.transformers.decoding import theirs_in_decoding
 from moe_graphs.integrations.transformers.fp8_experts import why_no_blocks
@@ -55,7 +55,7 @@ def _linear_layers(module: nn.Module) -> Iterator[nn.Module]:
 def _why_not(linear: Any) -> str | None:
     if type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
         return "its weight is no plain tensor of floats"
-    if any(hooks_of(linear)) or "forward" in vars(linear):
+    if is_intercepted(linear):
         return "it has hooks or a forward of its own"
     return why_no_blocks(in_features=linear.in_features, out_features=linear.out_features)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_graphs.engine.guards.introspection import hooks_of
+from moe_graphs.engine.guards.introspection import is_intercepted
 from moe_graphs.integrations.peft import innermost
 from moe_graphs.integrations.transformers.adapted_experts import multiplying_rows, outermost
 from moe_graphs.integrations.transformers.changes import (
@@ -234,7 +234,7 @@ def _why_not(experts: Any, kind: PackedFormat) -> str | None:
             return f"{name}: {error}"
     if getattr(experts, "_is_expert_parallel", False):
         return "its experts are spread over ranks"
-    if any(hooks_of(experts)) or "forward" in vars(experts):
+    if is_intercepted(experts):
         return "ours would not run the hooks or the forward set on it"
     return why_no_lora(experts)
 

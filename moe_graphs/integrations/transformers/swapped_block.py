@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_graphs.dispatch import Dispatched, LocalDispatcher
-from moe_graphs.engine.guards.introspection import forward_hooks_of, hooks_of
+from moe_graphs.engine.guards.introspection import forward_hooks_of, hooks_of, is_intercepted
 from moe_graphs.errors import GraphWarning
 from moe_graphs.integrations.peft import (
     SUMMED,
@@ -183,7 +183,7 @@ class SwappedMoE(MoEStages):
             return None
         if type(experts) is not SwappedExperts or experts.packing is not None:
             return None
-        if experts.precision != "weights" or any(hooks_of(experts)) or "forward" in vars(experts):
+        if experts.precision != "weights" or is_intercepted(experts):
             return None
         others = (
             block._modules[n] is each for n, each in self._modules.items() if each is not experts

@@ -24,10 +24,13 @@ CASES = {
         AllToAllDispatcher(), dict(scopes="attn,moe_router,moe_preprocess"), "none", "fp8",
     ),
 }  # fmt: skip
+ALIKE = ("local, powers", "local, split backward")  # others of these cases have what they have
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if case in ALIKE else ()) for case in CASES]
+)
 def test_graphs(device, case):
     dispatcher, config, recompute, precision = CASES[case]
     options = dict(layers="moe", dispatcher=dispatcher, precision=precision)
