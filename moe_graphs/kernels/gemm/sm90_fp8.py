@@ -135,28 +135,15 @@ def _produce(x_desc, w_desc, scales, work, ring, barriers, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _again(x, steps):
-    """The rows once more, in what ptxas takes for other registers; `steps` is positive.
-
-    If two products read the same registers, ptxas lets neither run beside anything else (C7512). So
-    the numbers are changed by the sign of `steps`, a zero that ptxas does not know.
-    """
-    steps = gl.full(x.shape, steps, gl.int32, x.type.layout)  # one register
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 zero; shr.u32 zero, $2, 31; xor.b32 $0, $1, zero; }", "=r,r,r,r,r,r",
-        [x, steps], dtype=x.dtype, is_pure=False, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _begin(
-    part, x, ring, barriers, slot, turn, COLUMN: gl.constexpr, ME: gl.constexpr,
-    KIND: gl.constexpr,
-):  # fmt: skip
+    part, ring, barriers, slot, turn, COLUMN: gl.constexpr, ME: gl.constexpr, KIND: gl.constexpr
+):
     """Starts the product of a block, with PINGPONG behind the one of the other consumer.
 
-    It is x times 128 of a slot's columns, from COLUMN on.
+    It is half ME of a slot's rows times 128 of its columns, from COLUMN on.
     """
+    HALF_M: gl.constexpr = KIND.BLOCK_M // 2
+    x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(ME * HALF_M, HALF_M, 0)
     w = ring.w.index(slot).reshape([KIND.BLOCK_N, KIND.BLOCK_K]).slice(COLUMN, BLOCK, 0)
     if KIND.PINGPONG:
         mbarrier.wait(barriers.turn.index(ME), turn ^ (1 - ME))
@@ -169,25 +156,12 @@ def _begin(
 
 @gluon.jit
 def _begin_left(part, ring, barriers, slot, phase, turn, ME: gl.constexpr, KIND: gl.constexpr):
-    """Waits for a slot and starts the product of half ME of its rows and its left columns.
-
-    Returns these rows, too, in registers if there are right columns: shared memory, whose rate
-    limits the kernel, is then read once for both products.
-    """
-    HALF_M: gl.constexpr = KIND.BLOCK_M // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     mbarrier.wait(barriers.full.index(slot), phase)
-    x = ring.x.index(slot).reshape([KIND.BLOCK_M, KIND.BLOCK_K]).slice(ME * HALF_M, HALF_M, 0)
-    if KIND.BLOCK_N > BLOCK:
-        x = x.load(gl.DotOperandLayout(0, layout, 4))
-    part, turn = _begin(part, x, ring, barriers, slot, turn, 0, ME, KIND)
-    return part, x, turn
+    return _begin(part, ring, barriers, slot, turn, 0, ME, KIND)
 
 
 @gluon.jit
-def _add_left(
-    left, part, x, ring, barriers, slot, turn, steps, ME: gl.constexpr, KIND: gl.constexpr
-):
+def _add_left(left, part, ring, barriers, slot, turn, ME: gl.constexpr, KIND: gl.constexpr):
     """Waits for the product of the left columns, adds it, and starts the one of the right ones.
 
     Returns the scale of the right ones, too. A tile of 128 columns has left ones only.
@@ -203,8 +177,7 @@ def _add_left(
     if KIND.BLOCK_N > BLOCK:
         # Nothing is in flight: this holds the compiler to add before the next product begins.
         left = warpgroup_mma_wait(num_outstanding=0, deps=(left,))
-        x = _again(x, steps)
-        part, turn = _begin(part, x, ring, barriers, slot, turn, BLOCK, ME, KIND)
+        part, turn = _begin(part, ring, barriers, slot, turn, BLOCK, ME, KIND)
     return left, part, right_scale, turn
 
 
@@ -221,7 +194,7 @@ def add_right(right, part, scale, ring, barriers, slot, phase, KIND: gl.constexp
 
 @gluon.jit
 def begin_tile(ring, barriers, slot, phase, turn, ME: gl.constexpr, KIND: gl.constexpr):
-    """Starts the first product of a tile, for `multiply_blocks`; returns its rows, too."""
+    """Starts the first product of a tile, for `multiply_blocks`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     part = warpgroup_mma_init(gl.zeros((KIND.BLOCK_M // 2, BLOCK), gl.float32, layout))
     return _begin_left(part, ring, barriers, slot, phase, turn, ME, KIND)
@@ -229,7 +202,7 @@ def begin_tile(ring, barriers, slot, phase, turn, ME: gl.constexpr, KIND: gl.con
 
 @gluon.jit
 def multiply_blocks(
-    part, x, ring, barriers, slot, phase, turn, steps, ME: gl.constexpr, KIND: gl.constexpr
+    part, ring, barriers, slot, phase, turn, steps, ME: gl.constexpr, KIND: gl.constexpr
 ):
     """Half ME of a tile's rows times its columns, in at least one step.
 
@@ -239,13 +212,11 @@ def multiply_blocks(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     left = gl.zeros((KIND.BLOCK_M // 2, BLOCK), gl.float32, layout)
     right = gl.zeros((KIND.BLOCK_M // 2, BLOCK), gl.float32, layout)
-    left, part, scale, turn = _add_left(left, part, x, ring, barriers, slot, turn, steps, ME, KIND)
+    left, part, scale, turn = _add_left(left, part, ring, barriers, slot, turn, ME, KIND)
     for _step in range(steps - 1):
         right, part, slot, phase = add_right(right, part, scale, ring, barriers, slot, phase, KIND)
-        part, x, turn = _begin_left(part, ring, barriers, slot, phase, turn, ME, KIND)
-        left, part, scale, turn = _add_left(
-            left, part, x, ring, barriers, slot, turn, steps, ME, KIND
-        )
+        part, turn = _begin_left(part, ring, barriers, slot, phase, turn, ME, KIND)
+        left, part, scale, turn = _add_left(left, part, ring, barriers, slot, turn, ME, KIND)
     return left, right, part, scale, slot, phase, turn
 
 
@@ -281,11 +252,11 @@ def _consume(out_desc, work, ring, out_buffers, barriers, ME: gl.constexpr, KIND
                 mbarrier.arrive(barriers.empty.index(slot), count=1)
                 slot, phase = next_slot(slot, phase, KIND.STAGES)
         else:
-            part, x, turn = begin_tile(ring, barriers, slot, phase, turn, ME, KIND)
+            part, turn = begin_tile(ring, barriers, slot, phase, turn, ME, KIND)
             if HALVES > 1:
                 store_rows(right, out_desc, out_buffers, ME, right_row, right_end, right_column)
             left, right, part, scale, slot, phase, turn = multiply_blocks(
-                part, x, ring, barriers, slot, phase, turn, work.steps, ME, KIND
+                part, ring, barriers, slot, phase, turn, work.steps, ME, KIND
             )
             column = tile_n * KIND.BLOCK_N
             store_rows(left, out_desc, out_buffers, ME, row, end, column)

@@ -152,13 +152,13 @@ def _consume(dw_desc, work, ring, dw_buffers, barriers, ME: gl.constexpr, KIND: 
         row = tile_m * KIND.BLOCK_M + ME * HALF_M
         column = tile_n * KIND.BLOCK_N
         if steps > 0:
-            part, x, turn = begin_tile(ring, barriers, slot, phase, turn, ME, KIND)
+            part, turn = begin_tile(ring, barriers, slot, phase, turn, ME, KIND)
             if HALVES > 1:
                 store_weights(
                     right, dw_desc, dw_buffers, full, ME, 1, 1, right_e, right_row, right_column, ""
                 )
             left, right, part, scale, slot, phase, turn = multiply_blocks(
-                part, x, ring, barriers, slot, phase, turn, steps, ME, KIND
+                part, ring, barriers, slot, phase, turn, steps, ME, KIND
             )
             store_weights(left, dw_desc, dw_buffers, full, ME, 1, 1, e, row, column, "")
             right, part, slot, phase = add_right(
