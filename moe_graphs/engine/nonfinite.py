@@ -309,7 +309,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _user_line() -> str:
-    frame, _ = frame_of_the_user(sys._getframe(1))
+    frame = frame_of_the_user(sys._getframe(1))
     return (
         "unknown source line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     )

@@ -113,12 +113,11 @@ def is_of_the_user(filename: str) -> bool:
     return not filename.startswith(_NOT_OF_THE_USER)
 
 
-def frame_of_the_user(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """The innermost frame from this one on that is the user's, or None, and how far away it is."""
-    away = 0
+def frame_of_the_user(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame from this one on that is the user's."""
     while frame is not None and not is_of_the_user(frame.f_code.co_filename):
-        frame, away = frame.f_back, away + 1
-    return frame, away
+        frame = frame.f_back
+    return frame
 
 
 _PLAIN_ARGUMENTS = (

@@ -38,6 +38,7 @@ _NOISE = 16  # a factor for the difference of eager runs, because two runs are a
 _ROUNDINGS = 2  # number of roundings by which a tensor may be off
 _PROJECTIONS, _SIDE = 8, 2048  # _SIDE squared is _CHUNK
 _ROUNDS = 4  # number of further runs if something differs
+_WARNED: dict[str, dict[Any, Any]] = {}  # what Python has to know of warnings, by file
 
 Left = Sequence[tuple[str, Tensor | None]]
 """Results of a run, by the names that messages use."""
@@ -518,7 +519,11 @@ def _sums_over_bits(tensor: Tensor) -> Tensor:
 def warn(message: str) -> None:
     """Warns once of what runs eagerly from now on; the report counts its calls.
 
-    The warning has the line of the user's code that led here.
+    The warning has the line of the user's code that led here. `warnings.warn` would leave a
+    `__warningregistry__` in the globals of that code, which may be what a model computes with.
     """
-    _, away = frame_of_the_user(sys._getframe(1))
-    warnings.warn(message, GraphWarning, stacklevel=2 + away)
+    frame = frame_of_the_user(sys._getframe(1))
+    file, line = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    module = None if frame is None else frame.f_globals.get("__name__")
+    registry = _WARNED.setdefault(file, {})
+    warnings.warn_explicit(message, GraphWarning, file, line, module, registry)

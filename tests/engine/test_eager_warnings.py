@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import moe_graphs
+import two_scopes
 from moe_graphs import FullIteration, GraphConfig, GraphWarning
 from training_runs import DEVICES
 from two_scopes import WIDTH, build, data, train_step, warm
@@ -84,6 +85,16 @@ def test_a_forgotten_step_warns_at_once(device):
     for _ in range(5):
         model(data(device)).sum().backward()
     assert graphs.report().eager_calls == {"outside_step": 12}
+
+
+def test_a_warning_changes_no_globals_of_the_training(device):
+    vars(two_scopes).pop("__warningregistry__", None)  # of another warning
+    model = build(device)
+    _graphs = moe_graphs.graph(model, GraphConfig("f*t,s*d"))
+    with pytest.warns(GraphWarning, match="outside_step") as said:
+        model(data(device)).sum().backward()
+    assert said[0].filename == two_scopes.__file__
+    assert "__warningregistry__" not in vars(two_scopes)
 
 
 def test_what_is_asked_for_is_no_warning(device):

@@ -239,7 +239,10 @@ def judge(program: Program) -> Verdict:
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.callback(restore_process)
-        eager = Run(program, REFERENCES[program.engine], None)
+        try:
+            eager = Run(program, REFERENCES[program.engine], None)
+        except Exception as error:  # of its sample calls
+            return Verdict(program, INVALID, _told(error))
         eager.train()
         if len([place for place in eager.errors if "event" not in place]) == program.steps:
             return Verdict(program, INVALID, str(eager.errors))
