@@ -128,6 +128,19 @@ def test_modifying_a_saved_output_in_place_is_an_error_as_in_eager(device):
             output.sum().backward()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_modifying_a_weight_before_its_backward_is_an_error_as_in_eager(device, is_frozen):
+    for config in (GraphConfig(impl="none"), None):
+        model = build(device)
+        weight = model.second.linear.weight.requires_grad_(not is_frozen)
+        graphs = moe_graphs.graph(model, config) if config else warm(model, device)
+        with pytest.raises(RuntimeError, match="modified (in place|by an inplace)"), graphs.step():
+            output = model(data(device))
+            with torch.no_grad():
+                weight.mul_(2)
+            output.sum().backward()
+
+
 def test_modifying_an_input_in_place_inside_a_scope_is_refused(device):
     model = build(device)
     model.first.inside = lambda x: x.mul_(2)
