@@ -331,6 +331,7 @@ class RecordedStep:
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """Replays the step and returns copies of the outputs, which are the caller's own."""
+        self.first_step_state.put_in()  # a step that is captured anew is replayed unchecked
         self.batch.load(leaves)
         self.run()
         if self.entry is not None and self.entry.is_first:
