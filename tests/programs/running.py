@@ -52,7 +52,7 @@ class Verdict:
 
 
 class Broken(Exception):
-    """A graphed run that cannot go on: ``outcome`` says why."""
+    """A run that cannot go on: ``outcome`` says why."""
 
     def __init__(self, outcome: str, detail: str) -> None:
         super().__init__(detail)
@@ -80,7 +80,9 @@ class Run:
         try:
             return kind(self.world)
         except Exception as error:
-            if self.expected is None or not is_named(error):
+            if self.expected is None:  # its sample calls
+                raise Broken(INVALID, _told(error)) from error
+            if not is_named(error):
                 raise
             self.named.append(_told(error))
             return Eager(self.world)
@@ -241,8 +243,8 @@ def judge(program: Program) -> Verdict:
         stack.callback(restore_process)
         try:
             eager = Run(program, REFERENCES[program.engine], None)
-        except Exception as error:  # of its sample calls
-            return Verdict(program, INVALID, _told(error))
+        except Broken as broken:
+            return Verdict(program, broken.outcome, broken.detail)
         eager.train()
         if len([place for place in eager.errors if "event" not in place]) == program.steps:
             return Verdict(program, INVALID, str(eager.errors))

@@ -29,7 +29,7 @@ from moe_graphs.engine.audit import (
     named_tensors,
 )
 from moe_graphs.engine.autograd import keeps_graph
-from moe_graphs.engine.partial.capture import CapturedForward, Recorder, without_gradients
+from moe_graphs.engine.partial.capture import CapturedForward, Recorder
 from moe_graphs.engine.partial.recording import (
     BackwardRun,
     CallSite,
@@ -185,8 +185,8 @@ class AuditedCall:
         try:
             with aliases.installed(), hooks, comparison:
                 output, exit = call.run(own)
-            others = [*without_gradients(recorder.model), *forward.conditions.others]
-            ran = CapturedForward(call, own, output, exit, aliases, saved, others)
+            read = recorder.model, forward.conditions.others
+            ran = CapturedForward(call, own, output, exit, aliases, saved, *read)
             flat, structure = pytree.tree_flatten(output)
             of_leaves, produced, open = ran.opened(flat)
         except CaptureError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -183,8 +183,8 @@ class Recorder:
         (graph,) = graphs
         try:
             _check_operations(operations, expected, split=self.split)
-            others = [*without_gradients(self.model), *conditions.others]
-            captured = CapturedForward(call, inputs, output, exit, aliases, saved, others)
+            read = self.model, conditions.others
+            captured = CapturedForward(call, inputs, output, exit, aliases, saved, *read)
             recorded, open = captured.described(
                 graph,
                 conditions,
@@ -537,13 +537,15 @@ class CapturedForward:
         exit: Exit | None,
         aliases: ParameterAliases,
         saved: Saved,
-        others: Sequence[Tensor],
+        model: nn.Module,
+        others: Iterable[Tensor],
     ) -> None:
         self._call, self._inputs, self._exit = call, inputs, exit
         self._aliases, self._saved = aliases, saved
         self._tensors = call.signature.tensors()
         self._numbers = {id(inputs[i]): i for i in reversed(self._tensors)}
-        self._others = {id(other): other for other in others}
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        self._constants = {id(each): each for each in (*model.buffers(), *frozen, *others)}
         self._flat, self._structure = pytree.tree_flatten(output)
 
     def described(
@@ -612,7 +614,7 @@ class CapturedForward:
             elif not isinstance(leaf, Tensor):
                 _check_constant(leaf, before)
                 leaves.append(OutputLeaf("constant", leaf))
-            elif original is not leaf or id(leaf) in self._others:
+            elif original is not leaf or id(leaf) in self._constants:
                 leaves.append(OutputLeaf("constant", original))
             else:
                 outputs.setdefault(id(leaf), (len(outputs), leaf))
@@ -620,7 +622,7 @@ class CapturedForward:
         return tuple(leaves), [leaf for _, leaf in outputs.values()]
 
     def _of_model(self, open: OpenCall) -> list[Tensor]:
-        return [*map(self._original, open.parameters), *self._others.values()]
+        return [*map(self._original, open.parameters), *self._constants.values()]
 
     def _open(self, live: Sequence[Tensor]) -> OpenCall:
         wanted = {
@@ -648,11 +650,6 @@ class CapturedForward:
 
     def _original(self, tensor: Tensor) -> Tensor:
         return self._aliases.original(tensor)
-
-
-def without_gradients(model: nn.Module) -> list[Tensor]:
-    """Buffers and frozen parameters."""
-    return [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
 
 
 def _is_one_of_several_views(leaf: Any) -> bool:

@@ -208,29 +208,14 @@ def test_a_state_that_is_loaded_in_place(device):
 
 def test_a_step_that_is_captured_anew_leaves_the_states_of_first_updates(device):
     """A parameter gets its first gradient in the step that is captured anew."""
-    found = []
-    for graphed in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
-        frozen, late = model[0].weight.requires_grad_(False), {"is_on": False}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
 
-        def train_step(x, model=model, optimizer=optimizer, frozen=frozen, late=late):
-            loss = model(x).square().mean()
-            if late["is_on"]:
-                frozen.grad = torch.ones_like(frozen)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def scenario(toy, step):
+        def late(loss):
+            toy.model.unused.grad = torch.ones_like(toy.model.unused)
+            return loss
 
-        step = train_step
-        if graphed:
-            step = FullIteration(
-                train_step, model=model, optimizer=optimizer, on_mismatch="recapture"
-            )
-        for number in range(5):
-            late["is_on"] = number == 4
-            step(torch.ones(4, 8, device=device))
-        found.append(optimizer.state_dict()["state"])
-    assert step.report().captures == 2
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        toy.inside = late
+        return step(toy.batch())
+
+    report = both(device, scenario, {"on_mismatch": "recapture"})
+    assert report.captures == 2
