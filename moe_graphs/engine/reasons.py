@@ -228,7 +228,8 @@ EAGER_CALLS: Mapping[str, Reason] = {
         "call zero_grad() before every step, or within it",
     ),
     "gradients_gone": Reason(
-        "a .grad is None that was a part of a buffer at the capture",
+        "a .grad is None that was there at the capture, as a part of a buffer or without a "
+        "backward that adds to it",
         "call zero_grad(set_to_none=False)",
     ),
     "gradients_held": Reason(

@@ -523,7 +523,11 @@ def warn(message: str) -> None:
     `__warningregistry__` in the globals of that code, which may be what a model computes with.
     """
     frame = frame_of_the_user(sys._getframe(1))
-    file, line = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    module = None if frame is None else frame.f_globals.get("__name__")
+    # A backward on a GPU has a thread of its own, without frames of the user. Python drops a
+    # warning whose module is None, so these have the names that `warnings.warn` gives them.
+    file, line, module = "sys", 1, "sys"
+    if frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        module = frame.f_globals.get("__name__") or "<string>"
     registry = _WARNED.setdefault(file, {})
     warnings.warn_explicit(message, GraphWarning, file, line, module, registry)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
+import threading
+import warnings
 
 import pytest
 import torch
 
+from moe_graphs import GraphWarning
 from moe_graphs.engine.tracing import Operations
-from moe_graphs.engine.verify import ELSEWHERE, ByFingerprint, ByValue, Difference
+from moe_graphs.engine.verify import ELSEWHERE, ByFingerprint, ByValue, Difference, warn
 
 X = torch.arange(1.0, 9.0)
 BF16 = torch.finfo(torch.bfloat16).eps
@@ -259,3 +263,24 @@ def test_a_strategy_holds_no_tensors():
     strategy.expect(Runs(named(X)))
     kept = [strategy._expected, *strategy._again]
     assert not any(isinstance(value, torch.Tensor) for each in kept for value in each.values())
+
+
+# ---- warnings
+
+
+def test_a_thread_without_code_of_a_user_warns_too():
+    """A backward on a GPU runs in such a thread."""
+    ended = threading.Event()
+    names = {"warn": warn, "ended": ended}
+    exec("def warns():\n warn('said in a thread')\n ended.set()", names)
+    with warnings.catch_warnings(record=True, action="always") as said:
+        _thread.start_new_thread(names["warns"], ())
+        assert ended.wait(60)
+    assert [str(each.message) for each in said] == ["said in a thread"]
+    assert said[0].filename == "sys"
+
+
+def test_a_module_without_a_name_warns_too():
+    with pytest.warns(GraphWarning, match="said by a file") as said:
+        exec(compile("warn('said by a file')", "user.py", "exec"), {"warn": warn})
+    assert said[0].filename == "user.py"

@@ -40,6 +40,7 @@ from moe_graphs.engine.verify import ByFingerprint, Verdict
 from moe_graphs.engine.whole_step import fsdp
 from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import (
+    GradField,
     Gradients,
     StaticGradients,
     check_hooks,
@@ -47,6 +48,7 @@ from moe_graphs.engine.whole_step.grad_fields import (
     forget_accumulators,
     gradients_of,
     gradients_to_find,
+    is_part,
     set_gradients,
 )
 from moe_graphs.engine.whole_step.optimizers import (
@@ -250,7 +252,11 @@ def _record(
     left = gradients_of(parameters)
     gradients = None
     if seen.touches_gradients:
-        gradients = StaticGradients(list(named), parameters, seen.dropped, prepared.found, left)
+        rows = zip(
+            named, parameters, seen.dropped, seen.accumulated, prepared.found, left, strict=True
+        )
+        kept = (row for row, ignored in zip(rows, seen.ignored, strict=True) if not ignored)
+        gradients = StaticGradients(GradField(*row) for row in kept)
     sharding = Sharding(definition.model)
     return RecordedStep(
         graph=graphs[0],
@@ -286,6 +292,8 @@ class TriedStep:
         accessed: which Python ran.
         read, written: addresses of the memory that was read, and of that which was written.
         dropped: per parameter, whether the step forgets the ``.grad`` that it finds.
+        accumulated: per parameter, whether a backward adds to its ``.grad``.
+        ignored: per parameter, whether the step leaves the ``.grad`` that it finds alone.
         stale: names of parameters whose gradients are accumulated on another stream.
         groups: process groups over which the step communicates.
         traces: the operations of each run.
@@ -296,6 +304,8 @@ class TriedStep:
     read: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     dropped: list[bool] = field(default_factory=list)
+    accumulated: list[bool] = field(default_factory=list)
+    ignored: list[bool] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     groups: set[dist.ProcessGroup] = field(default_factory=set)
     traces: list[Trace] = field(default_factory=list)
@@ -350,8 +360,13 @@ def try_step(
     after = gradients_of(parameters)
     if any(gradient is not None and gradient.requires_grad for gradient in after):
         raise CaptureError("backward(create_graph=True) leaves gradients that require grad")
-    pairs = zip(found_by_last, after, strict=True)
+    pairs = list(zip(found_by_last, after, strict=True))
     seen.dropped = [_is_dropped(*pair, trace) for pair in pairs]
+    seen.accumulated = [name in streams for name in named]
+    seen.ignored = [
+        not adds and _is_ignored(*pair, trace)
+        for adds, pair in zip(seen.accumulated, pairs, strict=True)
+    ]
     here = _current_stream(definition.backend.device)
     # FSDP2 runs these hooks itself, on its own stream, which it orders with the caller's.
     plain = (item for item in streams.items() if not is_wrapped(named[item[0]]))
@@ -413,6 +428,16 @@ def _trial_run(definition: StepDefinition, batch: StaticBatch, others: Snapshot)
 def _is_dropped(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
     """Whether the step dropped a gradient; one that was read went into the new gradient."""
     return old is not None and new is not old and address(old) not in trace.read
+
+
+def _is_ignored(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
+    """Whether the step neither reads nor writes a gradient, as far as its operations show.
+
+    Code of wrappers that keep gradients in buffers shows no operations.
+    """
+    if old is None or new is not old or is_wrapped(old) or is_part(old):
+        return False
+    return address(old) not in trace.read | trace.written
 
 
 def _of_other_models(definition: StepDefinition) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,35 +21,44 @@ Gradients = list[torch.Tensor | None]
 _GRAD_OF = attrgetter("grad")
 
 
-class StaticGradients:
-    """The ``.grad`` fields of a captured step.
+class GradField(NamedTuple):
+    """The ``.grad`` of a parameter that a captured step uses.
 
-    A replay does with ``.grad`` whatever the step does: fill, accumulate, zero or drop it.
-
-    Args:
-        dropped: per parameter, whether the step forgets the ``.grad`` that it finds. If so, the
-            step may find anything (``zero_grad()`` at its beginning).
+    Attributes:
+        dropped: whether the step forgets the ``.grad`` that it finds. If so, the step may find
+            anything (``zero_grad()`` at its beginning).
+        accumulated: whether a backward adds to it. If so, None is as good as zeros.
         found: memory of the ``.grad`` that the step was captured with, or None. If the ``.grad`` is
             a part of a buffer, this is that very memory, because others may read it there.
         left: ``.grad`` after the step: memory of the graph, which the next replay writes again.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
-        dropped: Sequence[bool],
-        found: Gradients,
-        left: Gradients,
-    ) -> None:
-        self.found, self.left = found, left
-        rows = list(zip(names, parameters, dropped, found, left, strict=True))
+    name: str
+    parameter: Tensor
+    dropped: bool
+    accumulated: bool
+    found: Tensor | None
+    left: Tensor | None
+
+
+class StaticGradients:
+    """The ``.grad`` fields that a captured step uses.
+
+    A replay does with ``.grad`` whatever the step does: fill, accumulate, zero or drop it.
+    """
+
+    def __init__(self, fields: Iterable[GradField]) -> None:
+        rows = list(fields)
+        self.found, self.left = [row.found for row in rows], [row.left for row in rows]
         # Most steps find nothing and leave nothing; one loop in C is enough to see that.
-        self._unset = {n: p for n, p, drops, f, _ in rows if f is None and not drops}
-        self._set = [(p, f) for _, p, _, f, _ in rows if f is not None]
-        self._parts = {n: p for n, p, _, f, _ in rows if f is not None and is_part(f)}
-        stay_unset = {n for n, _, _, _, g in rows if n in self._unset and g is None}
-        self._after = [(n, p, f, g) for n, p, _, f, g in rows if n not in stay_unset]
+        self._unset = {r.name: r.parameter for r in rows if r.found is None and not r.dropped}
+        there = [(r, r.found) for r in rows if r.found is not None]
+        self._set = [(row.parameter, found) for row, found in there]
+        self._needed = {r.name: r.parameter for r, f in there if is_part(f) or not r.accumulated}
+        stay_unset = {r.name for r in rows if r.name in self._unset and r.left is None}
+        self._after = [
+            (r.name, r.parameter, r.found, r.left) for r in rows if r.name not in stay_unset
+        ]
         self._leases: dict[str, tuple[torch.Tensor, bool, BufferLease]] = {}
 
     def settled(self) -> None:
@@ -70,11 +79,12 @@ class StaticGradients:
                 f"every step, or within it"
             )
             return Mismatch("gradients_left", message)
-        for name, parameter in self._parts.items():
+        for name, parameter in self._needed.items():
             if parameter.grad is None:
                 message = (
-                    f"{name}.grad was a part of a buffer when the step was captured and is None "
-                    f"now: call zero_grad(set_to_none=False)"
+                    f"{name}.grad was there when the step was captured, as a part of a buffer or "
+                    f"without a backward that adds to it, and is None now: call "
+                    f"zero_grad(set_to_none=False)"
                 )
                 return Mismatch("gradients_gone", message)
         for name, (parameter, adds, lease) in self._leases.items():

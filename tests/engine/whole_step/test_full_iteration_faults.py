@@ -90,6 +90,26 @@ def test_gradients_are_zeroed_between_the_steps(device, to_none):
     assert report.captures == (1 if to_none else 2)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_gradient_that_no_backward_adds_to_may_be_dropped(device, inside):
+    """A frozen weight has a gradient of before. The update inside reads it, which none replaces."""
+
+    def scenario(toy, step):
+        frozen = toy.model.first.weight
+        frozen.requires_grad_(False)
+        frozen.grad = torch.ones_like(frozen)
+        returned = [step(toy.batch())]
+        for _ in range(2):
+            toy.optimizer.zero_grad()
+            returned.append(step(toy.batch()))
+        assert frozen.grad is None
+        return [returned, frozen.detach().clone()]
+
+    zero = "start in place" if inside else "never"
+    report = both(device, scenario, {"on_mismatch": "recapture"}, zero=zero, update=inside)
+    assert report.captures >= 2
+
+
 def test_left_over_gradients_are_no_silent_overwrite(device):
     toy = Toy(device, zero="never", update=False)
     step = toy.graph()
