@@ -147,8 +147,9 @@ def hook_hidden(world, result, loss, pick):
 
 @within
 def hook_terms(world, result, loss, pick):
+    """A hook gets None if the term gets no gradient and another output of its scope gets one."""
     for term in itertools.islice((t for t in result.terms if t.requires_grad), 2):
-        term.register_hook(lambda gradient: gradient * 3.0)
+        term.register_hook(lambda gradient: None if gradient is None else gradient * 3.0)
 
 
 @within
