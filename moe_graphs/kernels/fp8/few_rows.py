@@ -7,10 +7,10 @@ import warnings
 from moe_graphs import portable_launches
 
 # Rows of an expert from which a layer's forward and backward in FP8 are faster than in bf16: to
-# quantize the weights takes as long for few rows as for many. Measured on H200s from 9dea17d4 to
-# a7a3aba3 (2026-11-29), speed in bf16 = 1: 0.85 with 128 rows, 1.15 to 1.2 with 512, 1.26 to 1.3
-# with 1,024, 1.48 to 1.54 with 2,048; with codes of weights at hand 1.3, 1.4, 1.44 and 1.61 to
-# 1.68. Nothing is measured between 128 and 512 rows.
+# quantize the weights takes as long for few rows as for many. Measured on H200s from a7a3aba3 to
+# 148a8abf (2026-11-29), speed in bf16 = 1: 0.85 with 128 rows, 1.2 with 512, 1.3 with 1,024, 1.5
+# with 2,048; with codes of weights at hand 1.3, 1.41, 1.44 and 1.61. Nothing is measured between
+# 128 and 512 rows.
 PAYS_FROM = 512
 _NAME = "FP8 with few rows an expert, where bf16 may be faster"
 
