@@ -42,6 +42,7 @@ from moe_graphs.engine.whole_step.fsdp import Sharding
 from moe_graphs.engine.whole_step.grad_fields import (
     GradField,
     Gradients,
+    GradUse,
     StaticGradients,
     check_hooks,
     check_streams,
@@ -198,7 +199,7 @@ def _prepare(
     check_streams(definition.model, seen.stale)
     found: Gradients = before.gradients
     if seen.touches_gradients:
-        found = gradients_to_find(parameters, before.gradients, seen.dropped)
+        found = gradients_to_find(parameters, before.gradients, seen.uses)
     set_gradients(parameters, found)
     # In one piece the allocator joins what is free; separate allocations leave gaps of all sizes.
     pool = definition.backend.new_pool(_with_room_for_gaps(seen.peak))
@@ -252,11 +253,8 @@ def _record(
     left = gradients_of(parameters)
     gradients = None
     if seen.touches_gradients:
-        rows = zip(
-            named, parameters, seen.dropped, seen.accumulated, prepared.found, left, strict=True
-        )
-        kept = (row for row, ignored in zip(rows, seen.ignored, strict=True) if not ignored)
-        gradients = StaticGradients(GradField(*row) for row in kept)
+        rows = zip(named, parameters, seen.uses, prepared.found, left, strict=True)
+        gradients = StaticGradients(GradField(*row) for row in rows)
     sharding = Sharding(definition.model)
     return RecordedStep(
         graph=graphs[0],
@@ -291,9 +289,7 @@ class TriedStep:
     Attributes:
         accessed: which Python ran.
         read, written: addresses of the memory that was read, and of that which was written.
-        dropped: per parameter, whether the step forgets the ``.grad`` that it finds.
-        accumulated: per parameter, whether a backward adds to its ``.grad``.
-        ignored: per parameter, whether the step leaves the ``.grad`` that it finds alone.
+        uses: per parameter, what the step does with the ``.grad`` that it finds.
         stale: names of parameters whose gradients are accumulated on another stream.
         groups: process groups over which the step communicates.
         traces: the operations of each run.
@@ -303,9 +299,7 @@ class TriedStep:
     accessed: AccessedNames
     read: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
-    dropped: list[bool] = field(default_factory=list)
-    accumulated: list[bool] = field(default_factory=list)
-    ignored: list[bool] = field(default_factory=list)
+    uses: list[GradUse] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     groups: set[dist.ProcessGroup] = field(default_factory=set)
     traces: list[Trace] = field(default_factory=list)
@@ -360,13 +354,8 @@ def try_step(
     after = gradients_of(parameters)
     if any(gradient is not None and gradient.requires_grad for gradient in after):
         raise CaptureError("backward(create_graph=True) leaves gradients that require grad")
-    pairs = list(zip(found_by_last, after, strict=True))
-    seen.dropped = [_is_dropped(*pair, trace) for pair in pairs]
-    seen.accumulated = [name in streams for name in named]
-    seen.ignored = [
-        not adds and _is_ignored(*pair, trace)
-        for adds, pair in zip(seen.accumulated, pairs, strict=True)
-    ]
+    rows = zip(named, found_by_last, after, strict=True)
+    seen.uses = [_use_of(old, new, trace, adds=name in streams) for name, old, new in rows]
     here = _current_stream(definition.backend.device)
     # FSDP2 runs these hooks itself, on its own stream, which it orders with the caller's.
     plain = (item for item in streams.items() if not is_wrapped(named[item[0]]))
@@ -425,19 +414,20 @@ def _trial_run(definition: StepDefinition, batch: StaticBatch, others: Snapshot)
     )
 
 
-def _is_dropped(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
-    """Whether the step dropped a gradient; one that was read went into the new gradient."""
-    return old is not None and new is not old and address(old) not in trace.read
+def _use_of(old: Tensor | None, new: Tensor | None, trace: Trace, *, adds: bool) -> GradUse:
+    """The use that the step made of a gradient; ``adds``: a backward has added to its ``.grad``.
 
-
-def _is_ignored(old: Tensor | None, new: Tensor | None, trace: Trace) -> bool:
-    """Whether the step neither reads nor writes a gradient, as far as its operations show.
-
-    Code of wrappers that keep gradients in buffers shows no operations.
+    A gradient that was read went into the new gradient. Code of wrappers that keep gradients in
+    buffers shows no operations, so the step does not ignore these.
     """
-    if old is None or new is not old or is_wrapped(old) or is_part(old):
-        return False
-    return address(old) not in trace.read | trace.written
+    is_read = old is not None and address(old) in trace.read
+    if old is not None and new is not old and not is_read:
+        return GradUse.DROPS
+    if adds:
+        return GradUse.ADDS
+    if old is None or new is not old or is_read or is_wrapped(old) or is_part(old):
+        return GradUse.NEEDS
+    return GradUse.NEEDS if address(old) in trace.written else GradUse.IGNORES
 
 
 def _of_other_models(definition: StepDefinition) -> dict[str, Tensor]:

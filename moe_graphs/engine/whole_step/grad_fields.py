@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -21,13 +22,20 @@ Gradients = list[torch.Tensor | None]
 _GRAD_OF = attrgetter("grad")
 
 
+class GradUse(enum.Enum):
+    """The use that a captured step makes of the ``.grad`` that it finds."""
+
+    DROPS = "forgets it, so the step may find anything (``zero_grad()`` at its beginning)"
+    ADDS = "a backward adds to it, so None is as good as zeros"
+    NEEDS = "reads or writes it in another way"
+    IGNORES = "leaves it alone, as far as the operations of the step show"
+
+
 class GradField(NamedTuple):
-    """The ``.grad`` of a parameter that a captured step uses.
+    """The ``.grad`` of a parameter in a captured step.
 
     Attributes:
-        dropped: whether the step forgets the ``.grad`` that it finds. If so, the step may find
-            anything (``zero_grad()`` at its beginning).
-        accumulated: whether a backward adds to it. If so, None is as good as zeros.
+        use: what the step does with the ``.grad`` that it finds.
         found: memory of the ``.grad`` that the step was captured with, or None. If the ``.grad`` is
             a part of a buffer, this is that very memory, because others may read it there.
         left: ``.grad`` after the step: memory of the graph, which the next replay writes again.
@@ -35,37 +43,38 @@ class GradField(NamedTuple):
 
     name: str
     parameter: Tensor
-    dropped: bool
-    accumulated: bool
+    use: GradUse
     found: Tensor | None
     left: Tensor | None
 
 
 class StaticGradients:
-    """The ``.grad`` fields that a captured step uses.
+    """The ``.grad`` fields that a captured step does not ignore.
 
     A replay does with ``.grad`` whatever the step does: fill, accumulate, zero or drop it.
     """
 
     def __init__(self, fields: Iterable[GradField]) -> None:
-        rows = list(fields)
+        rows = [row for row in fields if row.use is not GradUse.IGNORES]
         self.found, self.left = [row.found for row in rows], [row.left for row in rows]
         # Most steps find nothing and leave nothing; one loop in C is enough to see that.
-        self._unset = {r.name: r.parameter for r in rows if r.found is None and not r.dropped}
-        there = [(r, r.found) for r in rows if r.found is not None]
-        self._set = [(row.parameter, found) for row, found in there]
-        self._needed = {r.name: r.parameter for r, f in there if is_part(f) or not r.accumulated}
-        stay_unset = {r.name for r in rows if r.name in self._unset and r.left is None}
-        self._after = [
-            (r.name, r.parameter, r.found, r.left) for r in rows if r.name not in stay_unset
-        ]
+        self._unset = {
+            name: p for name, p, use, found, _ in rows if found is None and use is not GradUse.DROPS
+        }
+        self._set = [(p, found) for _, p, _, found, _ in rows if found is not None]
+        self._needed = {
+            name: p
+            for name, p, use, found, _ in rows
+            if found is not None and (use is GradUse.NEEDS or is_part(found))
+        }
+        self._after = [row for row in rows if row.left is not None or row.name not in self._unset]
         self._leases: dict[str, tuple[torch.Tensor, bool, BufferLease]] = {}
 
     def settled(self) -> None:
         """Ends the capture: from now on every holder of a gradient is a caller."""
-        for device in {each.device for _, _, _, each in self._after if each is not None}:
+        for device in {row.left.device for row in self._after if row.left is not None}:
             wait_for_autograd(device)
-        for name, parameter, found, left in self._after:
+        for name, parameter, _, found, left in self._after:
             if left is not None and not is_part(left):
                 lease = BufferLease(left, parameter=parameter, standing=True)
                 self._leases[name] = parameter, left is found, lease
@@ -122,7 +131,7 @@ class StaticGradients:
         self._attach()
 
     def _attach(self) -> None:
-        for name, parameter, found, left in self._after:
+        for name, parameter, _, found, left in self._after:
             if left is not None and left is found and parameter.grad is not None:
                 continue  # the step has added to it, wherever it is
             if name in self._leases:
@@ -154,12 +163,12 @@ def set_gradients(parameters: Sequence[torch.Tensor], gradients: Gradients) -> N
 
 
 def gradients_to_find(
-    parameters: Sequence[torch.Tensor], entry: Gradients, dropped: Sequence[bool]
+    parameters: Sequence[torch.Tensor], entry: Gradients, uses: Sequence[GradUse]
 ) -> Gradients:
     """The gradients to capture the step with, given those that it is called with."""
     found: Gradients = []
-    for parameter, gradient, ignored in zip(parameters, entry, dropped, strict=True):
-        if gradient is None or ignored:
+    for parameter, gradient, use in zip(parameters, entry, uses, strict=True):
+        if gradient is None or use is GradUse.DROPS:
             found.append(None)
             continue
         if gradient.layout is not torch.strided:
